@@ -1,0 +1,5 @@
+"""`python -m mcpq_gguf`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,168 @@
+"""Source formats: how a module's stored tensors become a weight. One module a format, looked up in a registry.
+
+A format is recognised by the tensors that are there (suffixes, dtypes), never by the config alone; the config's scheme
+must then agree, or the checkpoint is refused with both sides named.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..checkpoint import Checkpoint, TensorRef
+from ..errors import CheckpointError, SchemeError, UnsupportedFormat
+from ..schemes import Scheme
+from .codes import Codes, bf16_to_f32
+
+Rows = np.ndarray | slice
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """One way to carry a weight over: the GGML type, and what becomes of the numbers.
+
+    exact   every code and block scale survives bit for bit
+    factor  float32 that the whole tensor is to be multiplied by at run time (GGUF's `.scale`), None for no factor
+    why     the reason when it is not exact, or not the type one would expect
+    """
+
+    type: str
+    exact: bool = True
+    factor: np.float32 | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceWeight:
+    """One logical weight of the checkpoint, not read yet.
+
+    module   its name; for a stacked parameter without `.weight` the parameter's own name
+    format   name of the source format, `dense` for plain numbers
+    shape    logical shape, (rows, columns) for everything quantized
+    refs     the stored tensors that make it up
+    read     rows -> Codes; fancy or slice index into the first dimension
+    carries  the GGML types that hold its codes, the preferred one first; where exactness depends on the scales'
+             values the first call reads them, so it is made once, in a worker
+    input_scale  float32 1 / input_global_scale for weights whose activations are to be FP4, else None
+    scheme   what the config says of it
+    """
+
+    module: str
+    format: str
+    shape: tuple[int, ...]
+    refs: tuple[TensorRef, ...]
+    read: Callable[[Rows], Codes]
+    carries: Callable[[], tuple[Carry, ...]]
+    input_scale: np.float32 | None = None
+    scheme: Scheme | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its stored tensors."""
+        return sum(ref.nbytes for ref in self.refs)
+
+    def carry(self, kind: str) -> Carry | None:
+        """How it is carried over to the GGML type `kind`, None when its codes do not fit there."""
+        return next((c for c in self.carries() if c.type == kind), None)
+
+
+def always(*carries: Carry) -> Callable[[], tuple[Carry, ...]]:
+    """`carries` for a format whose answer needs no look at the values."""
+    return lambda: carries
+
+
+@dataclass(frozen=True)
+class Module:
+    """The stored tensors of one module by suffix (`weight`, `weight_packed`, ...), and the scheme config gives it."""
+
+    name: str
+    params: Mapping[str, TensorRef]
+    scheme: Scheme | None
+    checkpoint: Checkpoint
+
+    def array(self, suffix: str) -> np.ndarray:
+        """A stored tensor as a view."""
+        return self.checkpoint.array(self.params[suffix])
+
+    def need(self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> TensorRef:
+        """A stored tensor with its dtype and shape checked.
+
+        Raises CheckpointError when it is missing or has another shape, UnsupportedFormat for another dtype.
+        """
+        ref = self.params.get(suffix)
+        if ref is None:
+            raise CheckpointError(f"{self.name}.{suffix}: missing, though the module has "
+                                  f"{', '.join(sorted(self.params))} in {next(iter(self.params.values())).file.name}")
+        if ref.dtype not in dtypes:
+            raise UnsupportedFormat(f"{ref}: expected dtype {' or '.join(dtypes)}")
+        if shape is not None and ref.shape != shape:
+            raise CheckpointError(f"{ref}: expected shape {list(shape)}")
+        return ref
+
+    def scalar(self, suffix: str) -> np.float32:
+        """A stored single float32 as 1 / value, checked to be finite and positive before and after."""
+        ref = self.need(suffix, ("F32", "BF16", "F16"))
+        if int(np.prod(ref.shape)) != 1:
+            raise CheckpointError(f"{ref}: expected a single value")
+        raw = self.array(suffix).reshape(-1)
+        value = np.float32((bf16_to_f32(raw) if ref.dtype == "BF16" else raw)[0])
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.float32(np.float32(1) / value)
+        if not (np.isfinite(value) and np.isfinite(inverse) and value > 0 and inverse > 0):
+            raise CheckpointError(f"{ref}: a global scale should be a positive finite number, found {value}")
+        return inverse
+
+
+@dataclass(frozen=True)
+class Format:
+    """A registry entry. `matches` looks at a module's stored tensors, `open` makes the weight of a match."""
+
+    name: str
+    suffixes: frozenset[str]
+    matches: Callable[[Mapping[str, TensorRef]], bool]
+    open: Callable[[Module], SourceWeight]
+
+
+def registry() -> tuple[Format, ...]:
+    """All formats, the most specific first."""
+    from . import dense, nvfp4  # the format modules import this one
+    return (nvfp4.FORMAT, dense.FORMAT)
+
+
+def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]) -> dict[str, SourceWeight]:
+    """Every logical weight of the checkpoint by module name.
+
+    Parameters that belong to no module with a `weight` (A_log, stacked experts) go by their full name; so do biases.
+    Raises UnsupportedFormat for a set of tensors that no format knows, SchemeError where config and storage disagree.
+    """
+    formats = registry()
+    suffixes = frozenset().union(*(f.suffixes for f in formats))
+    modules: dict[str, dict[str, TensorRef]] = {}
+    for name, ref in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix in suffixes and module:
+            modules.setdefault(module, {})[suffix] = ref
+        else:
+            modules[name] = {"": ref}
+    weights = {}
+    for name, params in modules.items():
+        opened = Module(name, params, None if "" in params else resolve(name), checkpoint)
+        fmt = next((f for f in formats if f.matches(params)), None)
+        if fmt is None:
+            raise UnsupportedFormat(f"{name}: no format stores a weight as "
+                                    f"{', '.join(f'{s} {r.dtype} {list(r.shape)}' for s, r in sorted(params.items()))}")
+        weights[name] = fmt.open(opened)
+    return weights
+
+
+def require_scheme(module: Module, storage: str, formats: tuple[str, ...]) -> Scheme:
+    """The module's scheme, which must be of one of `formats`; SchemeError when the config says otherwise."""
+    scheme = module.scheme
+    ref = next(iter(module.params.values()))
+    if scheme is None:
+        raise SchemeError(f"{module.name}: stored as {storage} in {ref.file.name}, but quantization_config targets it "
+                          "with no group or ignores it; config.json does not belong to these tensors")
+    if scheme.format not in formats:
+        raise SchemeError(f"{module.name}: stored as {storage} in {ref.file.name}, but quantization_config group "
+                          f"{scheme.group} says {scheme.format}")
+    return scheme
