@@ -4,8 +4,11 @@ Results go to stdout, progress and notes to stderr. Exit codes: 0 good, 1 a conv
 """
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -36,10 +39,11 @@ def cli(debug: bool) -> None:
 @click.option("--quantized-by", help="Who quantized the checkpoint (general.quantized_by).")
 @click.option("--license", "license_", help="Licence (general.license), instead of the model card's.")
 @click.option("--threads", type=click.IntRange(1), help="Worker threads; default: the number of processors.")
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Continue a run that was killed.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine-readable results.")
 def convert_command(checkpoint: Path, out: Path, outtype: str, name: str | None, quantized_by: str | None,
-                    license_: str | None, threads: int | None, dry_run: bool, as_json: bool) -> None:
+                    license_: str | None, threads: int | None, resume: bool, dry_run: bool, as_json: bool) -> None:
     """Convert CHECKPOINT, a directory of safetensors with config.json, to a GGUF file."""
     overrides = {k: v for k, v in (("name", name), ("quantized_by", quantized_by), ("license", license_)) if v}
     prepared = prepare(checkpoint, outtype, overrides)
@@ -47,15 +51,17 @@ def convert_command(checkpoint: Path, out: Path, outtype: str, name: str | None,
     if dry_run:
         _print_plan(prepared, as_json)
         return
-    with tqdm(total=sum(e.nbytes for e in prepared.plan.entries), unit="B", unit_scale=True, disable=None,
+    started = time.monotonic()
+    with tqdm(total=prepared.plan.nbytes, unit="B", unit_scale=True, disable=None,
               desc=prepared.plan.name, file=sys.stderr) as bar:
-        written = convert(prepared, out, threads, bar.update)
+        written = convert(prepared, out, threads, bar.update, resume, _note)
+    seconds = time.monotonic() - started
     counts = exactness(prepared.plan.entries)
     if as_json:
         _print_json({"file": str(written.path), "bytes": written.nbytes, "sha256": written.sha256,
-                     "seconds": round(written.seconds, 3), "exactness": counts, "notes": list(prepared.notes)})
+                     "seconds": round(seconds, 3), "exactness": counts, "notes": list(prepared.notes)})
     else:
-        click.echo(f"{written.path}  {written.nbytes:,} bytes in {written.seconds:.1f} s  sha256 {written.sha256}")
+        click.echo(f"{written.path}  {written.nbytes:,} bytes in {seconds:.1f} s  sha256 {written.sha256}")
         click.echo("weights: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
 
 
@@ -87,11 +93,12 @@ def inspect_command(checkpoint: Path, outtype: str, tensors: bool, as_json: bool
 
 def main() -> NoReturn:
     """Entry point: one clear line for an error, a traceback only with --debug."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False, prog_name="mcpq-gguf")
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort:
-        click.echo("interrupted; nothing was kept", err=True)
+        click.echo("interrupted: no file was finished; run the same command again to continue", err=True)
         sys.exit(130)
     except click.ClickException as e:
         e.show()
@@ -103,6 +110,10 @@ def main() -> NoReturn:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _print_plan(prepared: Prepared, as_json: bool) -> None:
@@ -134,7 +145,11 @@ def _size(nbytes: int) -> str:
 
 def _notes(prepared: Prepared) -> None:
     for note in prepared.notes:
-        click.echo(f"note: {note}", err=True)
+        _note(note)
+
+
+def _note(text: str) -> None:
+    tqdm.write(f"note: {text}", file=sys.stderr)
 
 
 def _print_json(data: Any) -> None:

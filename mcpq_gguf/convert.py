@@ -1,7 +1,7 @@
 """From a checkpoint directory to GGUF files: the one function behind `mcpq-gguf convert` and `inspect`."""
 
+import hashlib
 import os
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ from .errors import PlanError, WriteError
 from .formats import SourceWeight, open_weights
 from .general import Identity, identify
 from .ggml.metadata import Metadata, string, u32
-from .loss import Loss
 from .plan import Entry, Exactness, FilePlan, float_policy, layout_file, native_policy, plan_entries
 from .schemes import parse_schemes
 from .tokenizer import vocabulary
-from .writer import check_space, write_file
+from .writer import Finished, check_space, write_files
 
 # GGML type that most weights have -> general.file_type (llama.h, enum llama_ftype).
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12,
@@ -37,17 +36,6 @@ class Prepared:
     identity: Identity
     plan: FilePlan
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Written:
-    """One finished file."""
-
-    path: Path
-    nbytes: int
-    sha256: str
-    losses: Mapping[str, Loss]
-    seconds: float
 
 
 def prepare(source: str | os.PathLike[str], outtype: str = "native",
@@ -77,18 +65,28 @@ def prepare(source: str | os.PathLike[str], outtype: str = "native",
 
 
 def convert(prepared: Prepared, out: Path, workers: int | None = None,
-            progress: Callable[[int], object] = lambda n: None) -> Written:
-    """Write the planned file to `out`, a directory or a path that ends in .gguf, and return what was written."""
+            progress: Callable[[int], object] = lambda n: None, resume: bool = True,
+            note: Callable[[str], object] = lambda text: None) -> Finished:
+    """Write the planned file to `out`, a directory or a path that ends in .gguf, and return what was written.
+
+    progress is called with the bytes just finished, note with what the user should know; resume: go on with a run of
+    the same checkpoint, plan and version that was killed here.
+    """
     path = out if out.suffix == ".gguf" else out / prepared.plan.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise WriteError(f"{path.parent}: cannot be made a directory: {e.strerror}") from None
     check_space(path.parent, prepared.plan.nbytes)
-    started = time.monotonic()
-    digest, losses = write_file(prepared.plan, path, prepared.weights, prepared.checkpoint,
-                                workers or os.cpu_count() or 1, progress)
-    return Written(path, prepared.plan.nbytes, digest, losses, time.monotonic() - started)
+    return write_files([prepared.plan], [path], prepared.weights, prepared.checkpoint, workers or os.cpu_count() or 1,
+                       progress, key=_key(prepared), resume=resume, note=note)[0]
+
+
+def _key(prepared: Prepared) -> str:
+    """What must be the same for a run to be continued: the header names every tensor, type and offset."""
+    digest = hashlib.sha256(f"{__version__} {prepared.checkpoint.fingerprint}".encode())
+    digest.update(prepared.plan.header)
+    return digest.hexdigest()
 
 
 def exactness(entries: tuple[Entry, ...]) -> dict[str, int]:

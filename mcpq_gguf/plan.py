@@ -195,8 +195,8 @@ def _carry(need: Need, weights: list[SourceWeight], kind: str, columns: int) -> 
     if kind not in FLOATS:
         if len(carries) < len(weights):
             return kind, Exactness.LOSSY, f"quantized to {kind}"
-        if any(c.factor is not None for c in carries) and not _reads_scale(need.role, kind):
-            return "BF16", Exactness.BF16, f"llama.cpp reads no .scale for {kind} in the role {need.role}"
+        if any(c.factor is not None for c in carries) and not _reads_scale(need, kind):
+            return "BF16", Exactness.BF16, "llama.cpp reads no .scale here"
         try:
             row_bytes(kind, columns)
         except PlanError as e:
@@ -214,8 +214,8 @@ def _carry(need: Need, weights: list[SourceWeight], kind: str, columns: int) -> 
     return kind, Exactness.LOSSY, f"decoded and rounded to {kind}"
 
 
-def _reads_scale(role: str, kind: str) -> bool:
-    return role in SCALED_ROLES and (role != "output" or kind == "NVFP4")
+def _reads_scale(need: Need, kind: str) -> bool:
+    return need.scaled and need.role in SCALED_ROLES and (need.role != "output" or kind == "NVFP4")
 
 
 def _check_shape(need: Need, parts: tuple[Part, ...], weights: list[SourceWeight]) -> None:

@@ -146,6 +146,8 @@ def parse_schemes(config: dict[str, Any] | None) -> Schemes:
     if status != "compressed":
         raise UnsupportedFormat(f"quantization_status is {status!r}, expected 'compressed': "
                                 "save the model with compression first")
+    if config.get("format") not in (*FORMATS, "mixed-precision", None):
+        raise UnsupportedFormat(f"quantization_config.format is {config['format']!r}; known are {', '.join(FORMATS)}")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise SchemeError("quantization_config.config_groups should hold at least one group")

@@ -14,16 +14,16 @@ from .layout import AS_IS, Layout
 
 # What a tensor is for; tiers choose a type by role. Roles in ALWAYS_F32 are small, and llama.cpp computes with them
 # in float32 or would round activations to BF16 for them.
-ALWAYS_F32 = frozenset({"norm", "router", "shared_router", "ssm_small"})
+ALWAYS_F32 = frozenset({"norm", "router", "shared_router", "ssm_small", "vision_f32"})
 ROLES = ALWAYS_F32 | {
     "embedding", "output", "attn_q", "attn_k", "attn_v", "attn_output", "linear_in", "linear_gate", "linear_out",
     "linear_alpha_beta", "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
-    "ffn_gate", "ffn_up", "ffn_down", "mtp",
+    "ffn_gate", "ffn_up", "ffn_down", "mtp", "vision", "vision_embedding",
 }
 
 # Roles whose weights llama.cpp multiplies by a `.scale` after the matrix product (src/llama-model.cpp, the generic pass
 # of load_tensors; `output` only for NVFP4).
-SCALED_ROLES = ROLES - ALWAYS_F32 - {"embedding"}
+SCALED_ROLES = ROLES - ALWAYS_F32 - {"embedding", "vision", "vision_embedding"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Need:
     shape     expected logical shape, outermost first (experts, rows, columns)
     sources   alternatives: the first whose modules are all there is taken
     optional  may be absent (tied output)
+    scaled    llama.cpp reads a `.scale` beside it
     """
 
     name: str
@@ -52,6 +53,7 @@ class Need:
     layout: Layout = AS_IS
     suffix: str = ".weight"
     optional: bool = False
+    scaled: bool = True
 
 
 @dataclass(frozen=True)

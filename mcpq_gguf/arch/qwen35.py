@@ -5,6 +5,7 @@ shapes and transforms follow what llama.cpp's loader asks for in src/models/qwen
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gguf import GGUFValueType
@@ -207,7 +208,11 @@ def _moe(h: Hparams, mlp: str, blk: str) -> list[Need]:
 
 
 def _mtp(h: Hparams, index: int, block: int, moe: bool, modules: frozenset[str]) -> list[Need]:
-    """One multi-token-prediction layer: a full-attention layer, and how its input is put together."""
+    """One multi-token-prediction layer: a full-attention layer, and how its input is put together.
+
+    llama.cpp loads these only on demand and then skips their weights, but not a `.scale` beside one, and refuses the
+    file for the tensors that it did not count: so there is none, and FP4 codes are decoded here.
+    """
     hidden = h.integer("hidden_size")
     blk = f"blk.{block}."
     needs = _layer(h, f"mtp.layers.{index}.", block, "full_attention", moe)
@@ -220,7 +225,7 @@ def _mtp(h: Hparams, index: int, block: int, moe: bool, modules: frozenset[str])
     for module, name in (("mtp.embed_tokens", "nextn.embed_tokens"), ("mtp.lm_head", "nextn.shared_head_head")):
         if module in modules:
             needs.append(_need(blk + name, "mtp", (h.integer("vocab_size"), hidden), module))
-    return needs
+    return [replace(need, scaled=False) for need in needs]
 
 
 def _metadata(h: Hparams, arch: str, kinds: list[str], mtp: int, moe: bool) -> Metadata:

@@ -10,11 +10,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint import Checkpoint, TensorRef
-from ..errors import CheckpointError, SchemeError, UnsupportedFormat
+from ..errors import CheckpointError, PlanError, SchemeError, UnsupportedFormat
 from ..schemes import Scheme
 from .codes import Codes, bf16_to_f32
 
 Rows = np.ndarray | slice
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What the user may choose where a format has more than one good target.
+
+    asymmetric  for integers with zero points: "exact" the smallest type that loses nothing, "q8_0" the same without
+                Q5_0, "q4_1" the smallest type even if its minimum is rounded to FP16
+    """
+
+    asymmetric: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.asymmetric not in ("exact", "q8_0", "q4_1"):
+            raise PlanError(f"asymmetric {self.asymmetric!r} is not known; known are exact, q8_0, q4_1")
+
+
+DEFAULTS = FormatOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +63,7 @@ class SourceWeight:
              values the first call reads them, so it is made once, in a worker
     input_scale  float32 1 / input_global_scale for weights whose activations are to be FP4, else None
     scheme   what the config says of it
+    notes    what the user should know of its stored tensors (activation scales that llama.cpp does not use)
     """
 
     module: str
@@ -55,6 +74,7 @@ class SourceWeight:
     carries: Callable[[], tuple[Carry, ...]]
     input_scale: np.float32 | None = None
     scheme: Scheme | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +99,7 @@ class Module:
     params: Mapping[str, TensorRef]
     scheme: Scheme | None
     checkpoint: Checkpoint
+    options: FormatOptions = DEFAULTS
 
     def array(self, suffix: str) -> np.ndarray:
         """A stored tensor as a view."""
@@ -107,7 +128,7 @@ class Module:
         raw = self.array(suffix).reshape(-1)
         value = np.float32((bf16_to_f32(raw) if ref.dtype == "BF16" else raw)[0])
         with np.errstate(divide="ignore", over="ignore"):
-            inverse = np.float32(np.float32(1) / value)
+            inverse: np.float32 = np.float32(1) / value
         if not (np.isfinite(value) and np.isfinite(inverse) and value > 0 and inverse > 0):
             raise CheckpointError(f"{ref}: a global scale should be a positive finite number, found {value}")
         return inverse
@@ -129,7 +150,8 @@ def registry() -> tuple[Format, ...]:
     return (nvfp4.FORMAT, dense.FORMAT)
 
 
-def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]) -> dict[str, SourceWeight]:
+def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None],
+                 options: FormatOptions = DEFAULTS) -> dict[str, SourceWeight]:
     """Every logical weight of the checkpoint by module name.
 
     Parameters that belong to no module with a `weight` (A_log, stacked experts) go by their full name; so do biases.
@@ -146,7 +168,7 @@ def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]
             modules[name] = {"": ref}
     weights = {}
     for name, params in modules.items():
-        opened = Module(name, params, None if "" in params else resolve(name), checkpoint)
+        opened = Module(name, params, None if "" in params else resolve(name), checkpoint, options)
         fmt = next((f for f in formats if f.matches(params)), None)
         if fmt is None:
             raise UnsupportedFormat(f"{name}: no format stores a weight as "

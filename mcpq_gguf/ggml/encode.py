@@ -12,6 +12,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import PlanError
 from ..formats.codes import Codes, Dense, Fp4, f32_to_bf16
+from ..formats.intcodes import IntCodes
+from . import int_blocks
+from .quantize import quantize
 
 Encoder = Callable[[Any], np.ndarray]
 
@@ -24,20 +27,21 @@ def row_bytes(kind: str, columns: int) -> int:
     return columns // block * size
 
 
-def encode(codes: Codes, kind: str) -> np.ndarray:
+def encode(codes: Codes, kind: str, importance: np.ndarray | None = None) -> np.ndarray:
     """Rows of `codes` in the GGML type `kind`.
 
-    F32, F16 and BF16 are made from the float32 reference, rounded to nearest even; every other type needs an encoder
-    that carries the codes over. Raises PlanError for a pair that has none, or a number that F16 cannot hold.
+    Where an encoder carries the codes over, it is taken. F32, F16 and BF16 are made from the float32 reference, rounded
+    to nearest even, and every other type is quantized from it; `importance` (float32, columns) weights the columns
+    then. Raises PlanError for a number that F16 cannot hold, or what the quantizer refuses.
     """
     direct = _ENCODERS.get((type(codes), kind))
-    if direct is not None:
+    if direct is not None and (not isinstance(codes, IntCodes) or kind in codes.factors):
         return direct(codes)
     if kind in _FLOATS:
         if isinstance(codes, Dense) and codes.dtype == kind:
             return _as_bytes(codes.values)
         return _as_bytes(_FLOATS[kind](codes.dequantize()))
-    raise PlanError(f"{type(codes).__name__} codes cannot be carried over to {kind}")
+    return quantize(codes.dequantize(), kind, importance)
 
 
 def nvfp4(codes: Fp4) -> np.ndarray:
@@ -94,4 +98,9 @@ _FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _ENCODERS: dict[tuple[type, str], Encoder] = {
     (Fp4, "NVFP4"): nvfp4,
     (Fp4, "MXFP4"): mxfp4,
+    (IntCodes, "Q4_0"): int_blocks.q4_0,
+    (IntCodes, "Q4_1"): int_blocks.q4_1,
+    (IntCodes, "Q5_0"): int_blocks.q5_0,
+    (IntCodes, "Q5_1"): int_blocks.q5_1,
+    (IntCodes, "Q8_0"): int_blocks.q8_0,
 }

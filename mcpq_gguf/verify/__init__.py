@@ -1,0 +1,1 @@
+"""Proof: checks of written files with other code than wrote them, and with llama.cpp itself."""
