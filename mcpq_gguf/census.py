@@ -27,7 +27,7 @@ class Row:
 def census(prepared: Prepared) -> list[Row]:
     """One row for each distinct (source format, scheme, target, exactness), largest first."""
     groups: dict[tuple[str, ...], list[tuple[str, SourceWeight]]] = {}
-    for entry in prepared.plan.entries:
+    for entry in (e for plan in prepared.plans for e in plan.entries):
         if entry.kind != "weight":
             continue
         for module in dict.fromkeys(p.module for p in entry.parts):
@@ -45,13 +45,10 @@ def census(prepared: Prepared) -> list[Row]:
 
 def report(prepared: Prepared, tensors: bool = False) -> dict[str, Any]:
     """Everything `inspect` prints, as JSON-ready data. `tensors` adds one object for each output tensor."""
-    checkpoint, plan = prepared.checkpoint, prepared.plan
+    checkpoint = prepared.checkpoint
     dtypes: Counter[str] = Counter()
     for ref in checkpoint.tensors.values():
         dtypes[ref.dtype] += 1
-    used = {p.module for e in plan.entries for p in e.parts}
-    left = Counter(reason for m in prepared.weights if m not in used
-                   for prefix, reason in prepared.model.ignored.items() if m.startswith(prefix))
     out: dict[str, Any] = {
         "checkpoint": str(checkpoint.path),
         "architecture": checkpoint.architecture,
@@ -61,15 +58,12 @@ def report(prepared: Prepared, tensors: bool = False) -> dict[str, Any]:
         "source_bytes": checkpoint.nbytes,
         "source_dtypes": dict(dtypes.most_common()),
         "census": [asdict(r) for r in census(prepared)],
-        "left_out": [{"reason": reason, "modules": n} for reason, n in left.items()],
-        "file": plan.name,
-        "file_bytes": plan.nbytes,
-        "tensors_written": len(plan.entries),
-        "exactness": exactness(plan.entries),
+        "files": [{"file": p.name, "bytes": p.nbytes, "tensors": len(p.entries), "exactness": exactness(p.entries)}
+                  for p in prepared.plans],
         "notes": list(prepared.notes),
     }
     if tensors:
-        out["tensors"] = [tensor(e) for e in plan.entries]
+        out["tensors"] = [tensor(e) for plan in prepared.plans for e in plan.entries]
     return out
 
 

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from . import __version__
 from .census import report, tensor
-from .convert import OUTTYPES, Prepared, convert, exactness, prepare
+from .convert import OUTTYPES, Options, Prepared, convert, exactness, prepare
 from .errors import McpqError
+from .mmproj import TYPES as MMPROJ_TYPES
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -35,6 +36,15 @@ def cli(debug: bool) -> None:
               help="Directory, or a file name that ends in .gguf.")
 @click.option("--outtype", type=click.Choice(OUTTYPES, case_sensitive=False), default="native", show_default=True,
               help="native carries codes and scales over; the others decode them.")
+@click.option("--asym", type=click.Choice(["exact", "small"]), default="exact", show_default=True,
+              help="INT4 with zero points that Q4_1 cannot hold exactly: exact in Q8_0, or small in Q4_1.")
+@click.option("--mmproj/--no-mmproj", default=True, show_default=True,
+              help="Write the vision projector beside the model.")
+@click.option("--mmproj-only", is_flag=True, help="Write nothing but the projector.")
+@click.option("--mmproj-type", type=click.Choice(list(MMPROJ_TYPES), case_sensitive=False), default="bf16",
+              show_default=True, help="Type of the projector's matrices.")
+@click.option("--projector", help="clip.projector_type to write, e.g. minicpmv4_6 for llama.cpp builds before 11700.")
+@click.option("--llama-build", type=click.IntRange(1), help="Oldest llama.cpp build that should load the projector.")
 @click.option("--name", help="Model name for metadata and file name, instead of the one found.")
 @click.option("--quantized-by", help="Who quantized the checkpoint (general.quantized_by).")
 @click.option("--license", "license_", help="Licence (general.license), instead of the model card's.")
@@ -42,27 +52,38 @@ def cli(debug: bool) -> None:
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Continue a run that was killed.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine-readable results.")
-def convert_command(checkpoint: Path, out: Path, outtype: str, name: str | None, quantized_by: str | None,
-                    license_: str | None, threads: int | None, resume: bool, dry_run: bool, as_json: bool) -> None:
-    """Convert CHECKPOINT, a directory of safetensors with config.json, to a GGUF file."""
+def convert_command(checkpoint: Path, out: Path, outtype: str, asym: str, mmproj: bool, mmproj_only: bool,
+                    mmproj_type: str, projector: str | None, llama_build: int | None, name: str | None,
+                    quantized_by: str | None, license_: str | None, threads: int | None, resume: bool, dry_run: bool,
+                    as_json: bool) -> None:
+    """Convert CHECKPOINT, a directory of safetensors with config.json, to GGUF."""
+    if mmproj_only and not mmproj:
+        raise click.UsageError("--mmproj-only and --no-mmproj exclude each other")
     overrides = {k: v for k, v in (("name", name), ("quantized_by", quantized_by), ("license", license_)) if v}
-    prepared = prepare(checkpoint, outtype, overrides)
+    prepared = prepare(checkpoint, Options(outtype, not mmproj_only, mmproj, mmproj_type, projector, llama_build, asym,
+                                           overrides))
     _notes(prepared)
     if dry_run:
         _print_plan(prepared, as_json)
         return
     started = time.monotonic()
-    with tqdm(total=prepared.plan.nbytes, unit="B", unit_scale=True, disable=None,
-              desc=prepared.plan.name, file=sys.stderr) as bar:
-        written = convert(prepared, out, threads, bar.update, resume, _note)
+    with tqdm(total=prepared.nbytes, unit="B", unit_scale=True, disable=None, desc="convert", file=sys.stderr) as bar:
+        files = convert(prepared, out, threads, bar.update, resume, _note)
     seconds = time.monotonic() - started
-    counts = exactness(prepared.plan.entries)
+    results: list[dict[str, Any]] = [
+        {"file": str(f.path), "bytes": f.nbytes, "sha256": f.sha256, "exactness": exactness(p.entries),
+         "losses": {n: {"rms": x.rms, "max": x.maximum} for n, x in f.losses.items()}}
+        for f, p in zip(files, prepared.plans)]
     if as_json:
-        _print_json({"file": str(written.path), "bytes": written.nbytes, "sha256": written.sha256,
-                     "seconds": round(seconds, 3), "exactness": counts, "notes": list(prepared.notes)})
-    else:
-        click.echo(f"{written.path}  {written.nbytes:,} bytes in {seconds:.1f} s  sha256 {written.sha256}")
-        click.echo("weights: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()))
+        _print_json({"files": results, "seconds": round(seconds, 3), "notes": list(prepared.notes)})
+        return
+    for file, result in zip(files, results):
+        click.echo(f"{file.path}  {file.nbytes:,} bytes  sha256 {file.sha256}")
+        click.echo("  weights: " + ", ".join(f"{n} {kind}" for kind, n in result["exactness"].items()))
+        worst = sorted(file.losses.items(), key=lambda item: -item[1].rms)[:3]
+        for tensor_name, loss in worst:
+            click.echo(f"  lossy: {tensor_name}, {loss}{', the worst three' if len(file.losses) > 3 else ''}")
+    click.echo(f"{prepared.nbytes:,} bytes in {seconds:.1f} s")
 
 
 @cli.command("inspect")
@@ -71,8 +92,8 @@ def convert_command(checkpoint: Path, out: Path, outtype: str, name: str | None,
 @click.option("--tensors", is_flag=True, help="List every output tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine-readable results.")
 def inspect_command(checkpoint: Path, outtype: str, tensors: bool, as_json: bool) -> None:
-    """Show what CHECKPOINT holds, what each part would become, and how exactly. Reads headers only."""
-    prepared = prepare(checkpoint, outtype)
+    """Show what CHECKPOINT holds, what each part would become, and how exactly."""
+    prepared = prepare(checkpoint, Options(outtype))
     data = report(prepared, tensors)
     if as_json:
         _print_json(data)
@@ -83,11 +104,10 @@ def inspect_command(checkpoint: Path, outtype: str, tensors: bool, as_json: bool
     _table(["format", "scheme", "activations", "modules", "bytes", "becomes", "exactness", "why", "roles"],
            [[r["format"], r["scheme"], r["activations"] or "-", f"{r['modules']:,}", _size(r["nbytes"]), r["target"],
              r["exactness"], r["why"] or "-", r["roles"]] for r in data["census"]])
-    for left in data["left_out"]:
-        click.echo(f"left out: {left['modules']} modules, {left['reason']}")
     if tensors:
         _tensor_table(data["tensors"])
-    click.echo(f"output: {data['file']}, {data['file_bytes']:,} bytes, {data['tensors_written']:,} tensors")
+    for file in data["files"]:
+        click.echo(f"output: {file['file']}, {file['bytes']:,} bytes, {file['tensors']:,} tensors")
     _notes(prepared)
 
 
@@ -97,7 +117,7 @@ def main() -> NoReturn:
     try:
         code = cli.main(standalone_mode=False, prog_name="mcpq-gguf")
         sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted: no file was finished; run the same command again to continue", err=True)
         sys.exit(130)
     except click.ClickException as e:
@@ -117,13 +137,15 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _print_plan(prepared: Prepared, as_json: bool) -> None:
-    plan = prepared.plan
     if as_json:
-        _print_json({"file": plan.name, "bytes": plan.nbytes, "exactness": exactness(plan.entries),
-                     "tensors": [tensor(e) for e in plan.entries], "notes": list(prepared.notes)})
+        _print_json({"files": [{"file": p.name, "bytes": p.nbytes, "exactness": exactness(p.entries),
+                                "tensors": [tensor(e) for e in p.entries]} for p in prepared.plans],
+                     "notes": list(prepared.notes)})
         return
-    _tensor_table([tensor(e) for e in plan.entries])
-    click.echo(f"{plan.name}: {plan.nbytes:,} bytes, {len(plan.entries):,} tensors; nothing was written")
+    for plan in prepared.plans:
+        _tensor_table([tensor(e) for e in plan.entries])
+        click.echo(f"{plan.name}: {plan.nbytes:,} bytes, {len(plan.entries):,} tensors\n")
+    click.echo("nothing was written")
 
 
 def _tensor_table(tensors: list[dict[str, Any]]) -> None:

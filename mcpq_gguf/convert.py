@@ -1,9 +1,9 @@
-"""From a checkpoint directory to GGUF files: the one function behind `mcpq-gguf convert` and `inspect`."""
+"""From a checkpoint directory to GGUF files: the functions behind `mcpq-gguf convert` and `inspect`."""
 
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,9 +12,12 @@ from . import __version__
 from .arch import Model, describe
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import PlanError, WriteError
-from .formats import SourceWeight, open_weights
+from .formats import FormatOptions, SourceWeight, open_weights
+from .formats.unused import notices
 from .general import Identity, identify
 from .ggml.metadata import Metadata, string, u32
+from .mmproj import plan_projector
+from .modelopt_schemes import quantization_config
 from .plan import Entry, Exactness, FilePlan, float_policy, layout_file, native_policy, plan_entries
 from .schemes import parse_schemes
 from .tokenizer import vocabulary
@@ -27,72 +30,114 @@ OUTTYPES = ("native", "bf16", "f16", "f32")
 
 
 @dataclass(frozen=True)
+class Options:
+    """What to make of a checkpoint.
+
+    outtype         native (each weight in the GGML type that carries it), bf16, f16 or f32 (decoded)
+    model, mmproj   whether to write the language model, and the projector of a checkpoint that has one
+    mmproj_type     type of the projector's large matrices: f32, f16, bf16 or q8_0
+    projector       clip.projector_type, None for the one that belongs to the model
+    llama_build     the oldest llama.cpp build that should load the projector, None for a current one
+    asymmetric      "exact" or "small": what to do with zero points that Q4_1 cannot hold exactly
+    overrides       general.* keys (name, license, quantized_by, ...) that win over those found in the checkpoint
+    """
+
+    outtype: str = "native"
+    model: bool = True
+    mmproj: bool = True
+    mmproj_type: str = "bf16"
+    projector: str | None = None
+    llama_build: int | None = None
+    asymmetric: str = "exact"
+    overrides: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """Everything known before a byte is written."""
+    """Everything known before a byte is written. `plans` are the files in the order they are written."""
 
     checkpoint: Checkpoint
     weights: Mapping[str, SourceWeight]
     model: Model
-    identity: Identity
-    plan: FilePlan
+    plans: tuple[FilePlan, ...]
     notes: tuple[str, ...]
 
+    @property
+    def plan(self) -> FilePlan:
+        """The first file's plan: the language model's where there is one."""
+        return self.plans[0]
 
-def prepare(source: str | os.PathLike[str], outtype: str = "native",
-            overrides: Mapping[str, str] | None = None) -> Prepared:
-    """Read headers, resolve schemes, and plan the output.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(p.nbytes for p in self.plans)
 
-    outtype: native (each weight in the GGML type that carries it), bf16, f16 or f32 (decoded).
-    overrides: general.* keys (name, license, quantized_by, ...) that win over those found in the checkpoint.
-    Raises a McpqError for everything that would make the file wrong.
-    """
-    if outtype not in OUTTYPES:
-        raise PlanError(f"outtype {outtype!r} is not known; known are {', '.join(OUTTYPES)}")
+
+def prepare(source: str | os.PathLike[str], options: Options | None = None) -> Prepared:
+    """Read headers, resolve schemes, and plan the output. Raises a McpqError for all that would make a file wrong."""
+    o = options or Options()
+    if o.outtype not in OUTTYPES:
+        raise PlanError(f"outtype {o.outtype!r} is not known; known are {', '.join(OUTTYPES)}")
     checkpoint = open_checkpoint(source)
-    # Which class it is comes first: a user with an unsupported model should not read about its tensors.
-    quantization = checkpoint.config.get("quantization_config")
-    schemes = parse_schemes(quantization)
-    modules = frozenset(n.removesuffix(".weight").removesuffix(".weight_packed") for n in checkpoint.tensors)
-    model = describe(checkpoint.architecture, checkpoint.config, modules)
-    weights = open_weights(checkpoint, schemes.resolve)
-    policy = native_policy if outtype == "native" else float_policy(outtype.upper())
+    schemes = parse_schemes(quantization_config(checkpoint))
+    weights = open_weights(checkpoint, schemes.resolve, FormatOptions(o.asymmetric))
+    model = describe(checkpoint.architecture, checkpoint.config, frozenset(weights))
+    policy = native_policy if o.outtype == "native" else float_policy(o.outtype.upper())
     entries = plan_entries(model, weights, policy)
-    identity = _identify(checkpoint, entries, overrides or {})
-    main = _main_type(entries)
-    metadata = _metadata(checkpoint, model, identity, entries, main, weights)
-    plan = layout_file(identity.file_name(main), metadata, entries)
-    return Prepared(checkpoint, weights, model, identity, plan, (*checkpoint.notes, *schemes.notes, *model.notes))
+    identity = _identify(checkpoint, entries, o.overrides or {})
+    notes = [*checkpoint.notes, *schemes.notes, *notices(checkpoint.tensors), *model.notes]
+    plans = []
+    if o.model:
+        main = _main_type(entries)
+        metadata = _metadata(checkpoint, model, identity, entries, main, weights)
+        plans.append(layout_file(identity.file_name(main), metadata, entries))
+    if o.mmproj:
+        projector = plan_projector(checkpoint, weights, identity, o.mmproj_type, o.projector, o.llama_build)
+        if projector is not None:
+            plans.append(projector.plan)
+            notes += projector.notes
+    if not plans:
+        raise PlanError(f"{checkpoint.path}: has no vision tower, so there is no projector to write")
+    return Prepared(checkpoint, weights, model, tuple(plans), tuple(notes))
 
 
 def convert(prepared: Prepared, out: Path, workers: int | None = None,
             progress: Callable[[int], object] = lambda n: None, resume: bool = True,
-            note: Callable[[str], object] = lambda text: None) -> Finished:
-    """Write the planned file to `out`, a directory or a path that ends in .gguf, and return what was written.
+            note: Callable[[str], object] = lambda text: None) -> list[Finished]:
+    """Write the planned files and return what was written, in the order of the plans.
 
+    out: a directory, or for a single model a path that ends in .gguf (a projector then goes beside it).
     progress is called with the bytes just finished, note with what the user should know; resume: go on with a run of
     the same checkpoint, plan and version that was killed here.
     """
-    path = out if out.suffix == ".gguf" else out / prepared.plan.name
+    paths = _paths(prepared, out)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise WriteError(f"{path.parent}: cannot be made a directory: {e.strerror}") from None
-    check_space(path.parent, prepared.plan.nbytes)
-    return write_files([prepared.plan], [path], prepared.weights, prepared.checkpoint, workers or os.cpu_count() or 1,
-                       progress, key=_key(prepared), resume=resume, note=note)[0]
+        raise WriteError(f"{paths[0].parent}: cannot be made a directory: {e.strerror}") from None
+    check_space(paths[0].parent, prepared.nbytes)
+    return write_files(prepared.plans, paths, prepared.weights, prepared.checkpoint, workers or os.cpu_count() or 1,
+                       progress, key=_key(prepared), resume=resume, note=note)
+
+
+def exactness(entries: Sequence[Entry]) -> dict[str, int]:
+    """How many weights have each exactness."""
+    counts = Counter(e.exactness for e in entries if e.kind == "weight")
+    return {e.value: counts[e] for e in Exactness if counts[e]}
+
+
+def _paths(prepared: Prepared, out: Path) -> list[Path]:
+    if out.suffix != ".gguf":
+        return [out / plan.name for plan in prepared.plans]
+    return [out, *(out.parent / plan.name for plan in prepared.plans[1:])]
 
 
 def _key(prepared: Prepared) -> str:
-    """What must be the same for a run to be continued: the header names every tensor, type and offset."""
+    """What must be the same for a run to be continued: the headers name every tensor, type and offset."""
     digest = hashlib.sha256(f"{__version__} {prepared.checkpoint.fingerprint}".encode())
-    digest.update(prepared.plan.header)
+    for plan in prepared.plans:
+        digest.update(plan.header)
     return digest.hexdigest()
-
-
-def exactness(entries: tuple[Entry, ...]) -> dict[str, int]:
-    """How many weights have each exactness."""
-    counts = Counter(e.exactness.value for e in entries if e.kind == "weight")
-    return {e.value: counts[e.value] for e in Exactness if counts[e.value]}
 
 
 def _identify(checkpoint: Checkpoint, entries: list[Entry], overrides: Mapping[str, str]) -> Identity:
@@ -116,7 +161,6 @@ def _main_type(entries: list[Entry]) -> str:
 def _metadata(checkpoint: Checkpoint, model: Model, identity: Identity, entries: list[Entry], main: str,
               weights: Mapping[str, SourceWeight]) -> Metadata:
     rows = next(e.shape[0] for e in entries if e.role == "embedding")
-    counts = exactness(tuple(entries))
     formats = sorted({w.format for w in weights.values()} - {"dense"}) or ["dense"]
     return {
         "general.architecture": string(model.arch),
@@ -127,7 +171,7 @@ def _metadata(checkpoint: Checkpoint, model: Model, identity: Identity, entries:
         "mcpq.version": string(__version__),
         "mcpq.source_formats": string(",".join(formats)),
         "mcpq.source_fingerprint": string(checkpoint.fingerprint),
-        **{f"mcpq.tensors.{name}": u32(n) for name, n in counts.items()},
+        **{f"mcpq.tensors.{name}": u32(n) for name, n in exactness(entries).items()},
         **model.metadata,
         **vocabulary(checkpoint.path, rows),
     }

@@ -4,6 +4,7 @@ Facts come from the model card's header, generation_config.json and the director
 `Metadata`; the name components are those of ggml's docs/gguf.md, section Naming convention.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,8 @@ def identify(checkpoint: Checkpoint, total: int, shared: int, expert: int, exper
     """
     name = overrides.get("name") or _directory_name(checkpoint.path.resolve())
     found = gguf.Metadata.load(None, checkpoint.path.resolve(), None, total)
-    _, found.organization, found.basename, found.finetune, found.version, found.size_label = \
-        gguf.Metadata.get_model_id_components(name, total)
+    found.version = None
+    found.basename, found.size_label, found.finetune = split_name(name)
     for key, value in overrides.items():
         setattr(found, key, value)
     if found.size_label is None:
@@ -56,8 +57,22 @@ def identify(checkpoint: Checkpoint, total: int, shared: int, expert: int, exper
     if found.sampling_penalty_repeat is None:
         found.sampling_penalty_repeat = (checkpoint.json("generation_config.json") or {}).get("repetition_penalty")
     fine = "-".join(w for w in (found.finetune or "").split("-") if w and w.upper() not in _QUANT_WORDS)
-    stem = gguf.naming_convention(name, found.basename, fine or None, found.version, found.size_label, None)
+    stem = gguf.naming_convention(name, found.basename, fine or None, None, found.size_label, None)
     return Identity(name, stem.replace("/", "-"), _keys(found, name))
+
+
+def split_name(name: str) -> tuple[str, str | None, str | None]:
+    """A model's name as (base name, size label, fine-tune): `MiniCPM-V-4.7`, `35B-A3B` and `W4A16`.
+
+    The size is the first word of the form 35B, 0.8B or 8x7B, with the active size (A3B) that may follow; what comes
+    after it is the fine-tune. Without a size, all of it is the base name.
+    """
+    words = name.strip().replace(" ", "-").split("-")
+    for i, word in enumerate(words):
+        if i and re.fullmatch(r"(\d+x)?\d+(\.\d+)?[QTBMK]", word, re.IGNORECASE):
+            n = 2 if i + 1 < len(words) and re.fullmatch(r"A\d+(\.\d+)?[BM]", words[i + 1], re.IGNORECASE) else 1
+            return "-".join(words[:i]), "-".join(words[i:i + n]), "-".join(words[i + n:]) or None
+    return "-".join(words), None, None
 
 
 def _directory_name(path: Path) -> str:

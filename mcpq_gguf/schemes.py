@@ -132,6 +132,14 @@ def parse_schemes(config: dict[str, Any] | None) -> Schemes:
     if not config:
         return Schemes()
     method = config.get("quant_method", "compressed-tensors")
+    if method in ("gptq", "awq"):
+        from .gptq_schemes import parse_awq, parse_gptq  # it imports this module
+        return parse_gptq(config) if method == "gptq" else parse_awq(config)
+    from . import modelopt_schemes  # it imports this module
+    if method in modelopt_schemes.MODELOPT:
+        return modelopt_schemes.parse_modelopt(config)
+    if method == "fp8":
+        return modelopt_schemes.parse_fp8(config)
     if method != "compressed-tensors":
         raise UnsupportedFormat(f"quantization_config.quant_method is {method!r}; mcpq-gguf reads compressed-tensors")
     _refuse_unknown(config, _CONFIG_KEYS, "quantization_config")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.mx_utils import decompress_mx_scale
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -110,6 +111,14 @@ class Decompressed:
         codes, scale, zero, divisor = self.parts(module)
         return dequantize(x_q=codes, scale=scale, zero_point=zero, args=scheme.weights, dtype=torch.float32,
                           global_scale=divisor)
+
+    def bf16(self, module: str) -> torch.Tensor:
+        """The weight as compressed-tensors' own compressor classes decompress it, rounded to BF16 as it is stored."""
+        scheme = self.scheme(module)
+        kind = scheme.format or self.config.format  # type: ignore[union-attr]
+        compressor = BaseCompressor.get_value_from_registry(getattr(kind, "value", kind))
+        state = {k.rsplit(".", 1)[1]: self.raw(k) for k in self.where if k.rsplit(".", 1)[0] == module}
+        return compressor.decompress(state, scheme)["weight"].bfloat16()
 
     def codes_times_scales(self, module: str) -> tuple[np.ndarray, float]:
         """float32 code x block scale of an FP4 weight, which is exact, and the global scale that divides."""

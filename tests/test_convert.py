@@ -13,7 +13,7 @@ from oracle import PROMPTS, Decompressed, checkpoint, float32_model, hf_logprobs
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mcpq_gguf.convert import convert, prepare
+from mcpq_gguf.convert import Options, convert, prepare
 from mcpq_gguf.errors import McpqError
 from mcpq_gguf.plan import Exactness
 from mcpq_gguf.verify.engine import Server
@@ -34,7 +34,12 @@ def source() -> Path:
 @pytest.fixture(scope="module")
 def files(any_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("out")
-    return {kind: convert(prepare(any_source, kind), out).path for kind in ("native", "f32", "bf16")}
+    return {kind: write(any_source, out, kind) for kind in ("native", "f32", "bf16")}
+
+
+def write(source: Path, out: Path, kind: str = "native", workers: int | None = None) -> Path:
+    """The language model alone."""
+    return convert(prepare(source, Options(kind, mmproj=False)), out, workers)[0].path
 
 
 def source_name(name: str) -> str:
@@ -123,8 +128,8 @@ def test_weight_only_fp4_is_tagged_against_4_bit_activations(files: dict[str, Pa
 
 def test_planned_sizes_offsets_and_hash_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
     import hashlib
-    prepared = prepare(source)
-    written = convert(prepared, tmp_path / "x.gguf")
+    prepared = prepare(source, Options(mmproj=False))
+    written, = convert(prepared, tmp_path / "x.gguf")
     assert written.path.stat().st_size == prepared.plan.nbytes == written.nbytes
     assert hashlib.sha256(written.path.read_bytes()).hexdigest() == written.sha256
     for tensor, entry in zip(GGUFReader(written.path).tensors, prepared.plan.entries, strict=True):
@@ -135,7 +140,7 @@ def test_planned_sizes_offsets_and_hash_are_those_of_the_file(source: Path, tmp_
 
 
 def test_output_is_reproducible(any_source: Path, tmp_path: Path, files: dict[str, Path]) -> None:
-    again = convert(prepare(any_source), tmp_path, workers=1).path
+    again = write(any_source, tmp_path, workers=1)
     assert again.read_bytes() == files["native"].read_bytes()
 
 
@@ -296,14 +301,14 @@ def test_stacked_and_single_experts_give_the_same_file(source: Path, tmp_path: P
         for suffix in ("_packed", "_scale", "_global_scale"):
             copy.tensors.pop(module + ".weight" + suffix)
         copy.tensors[module + ".weight"] = reference.weight(module).bfloat16()
-    single = convert(prepare(copy.write(tmp_path / "single"), overrides={"name": "m"}), tmp_path / "a.gguf").path
+    single = write(copy.write(tmp_path / "single"), tmp_path / "a.gguf")
     for layer in range(text["num_hidden_layers"]):
         mlp = f"model.language_model.layers.{layer}.mlp.experts."
         parts = {p: torch.stack([copy.tensors.pop(f"{mlp}{e}.{p}_proj.weight") for e in range(text["num_experts"])])
                  for p in ("gate", "up", "down")}
         copy.tensors[mlp + "gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
         copy.tensors[mlp + "down_proj"] = parts["down"]
-    stacked = convert(prepare(copy.write(tmp_path / "stacked"), overrides={"name": "m"}), tmp_path / "b.gguf").path
+    stacked = write(copy.write(tmp_path / "stacked"), tmp_path / "b.gguf")
     a, b = read_gguf(single), read_gguf(stacked)
     assert {k: v[2].tobytes() for k, v in a.items()} == {k: v[2].tobytes() for k, v in b.items()}
     assert all(kind in ("BF16", "F32") for _, kind, _ in a.values())
@@ -317,7 +322,7 @@ def test_w4a4_writes_input_scales_and_no_tag(source: Path, tmp_path: Path) -> No
     for k, name in enumerate([n for n in copy.tensors if n.endswith("_packed")]):
         copy.tensors[name.replace("weight_packed", "input_global_scale")] = torch.tensor([10.0 + k])
     prepared = prepare(copy.write(tmp_path / "ckpt"))
-    written = read_gguf(convert(prepared, tmp_path).path)
+    written = read_gguf(convert(prepared, tmp_path)[0].path)
     assert "general.tensor_extra.name" not in prepared.plan.metadata
     for e, value in enumerate(written["blk.1.ffn_up_exps.input_scale"][0]):
         scale = copy.tensors[f"model.language_model.layers.1.mlp.experts.{e}.up_proj.input_global_scale"]
@@ -345,7 +350,7 @@ def test_mtp_layers_are_kept_when_they_are_there(source: Path, tmp_path: Path, a
     assert keys.get("nextn_predict_layers") == (1 if stored else None)
     assert ("blk.4.nextn.eh_proj.weight" in names) == stored
     assert any("MTP" in n for n in prepared.notes) == (bool(announced) != stored)
-    with Server(convert(prepared, tmp_path / "out").path) as server:
+    with Server(convert(prepared, tmp_path / "out")[0].path) as server:
         assert np.isfinite(server.logprobs([1, 2, 3], 1024)).all()
 
 
@@ -353,6 +358,6 @@ def test_exactness_is_claimed_for_what_it_is(source: Path) -> None:
     claims = {e.name: e.exactness for e in prepare(source).plan.entries}
     assert claims["blk.0.ffn_up_exps.weight"] is claims["output.weight"] is Exactness.EXACT
     assert claims["blk.0.ssm_a"] is Exactness.F32
-    claims = {e.name: e.exactness for e in prepare(source, "bf16").plan.entries}
+    claims = {e.name: e.exactness for e in prepare(source, Options("bf16")).plan.entries}
     assert claims["blk.0.ffn_up_exps.weight"] is Exactness.BF16
     assert claims["output.weight"] is Exactness.EXACT

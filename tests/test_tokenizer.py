@@ -40,7 +40,7 @@ def test_llama_cpp_tokenizes_as_hugging_face_does(name: str, tmp_path: Path) -> 
     source = checkpoint(name)
     theirs = Tokenizer.from_file(str(source / "tokenizer.json"))
     theirs.normalizer = None  # llama.cpp applies no NFC; the same text must give the same ids all the same
-    with Server(convert(prepare(source), tmp_path).path) as server:
+    with Server(convert(prepare(source), tmp_path)[0].path) as server:
         for text in strings(400):
             assert server.tokenize(text) == theirs.encode(text, add_special_tokens=False).ids, repr(text)
 

@@ -13,6 +13,7 @@ from ..checkpoint import Checkpoint, TensorRef
 from ..errors import CheckpointError, PlanError, SchemeError, UnsupportedFormat
 from ..schemes import Scheme
 from .codes import Codes, bf16_to_f32
+from .unused import is_kv_cache_scale
 
 Rows = np.ndarray | slice
 
@@ -146,8 +147,10 @@ class Format:
 
 def registry() -> tuple[Format, ...]:
     """All formats, the most specific first."""
-    from . import dense, nvfp4  # the format modules import this one
-    return (nvfp4.FORMAT, dense.FORMAT)
+    # The format modules import this one.
+    from . import awq, dense, fp8, gptq, int_quantized, modelopt, mxfp4, nvfp4, packed
+    return (nvfp4.FORMAT, mxfp4.MXFP4, modelopt.FORMAT, mxfp4.MXFP8, fp8.FORMAT, packed.FORMAT, int_quantized.FORMAT,
+            awq.FORMAT, gptq.FORMAT, dense.FORMAT)
 
 
 def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None],
@@ -155,12 +158,15 @@ def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]
     """Every logical weight of the checkpoint by module name.
 
     Parameters that belong to no module with a `weight` (A_log, stacked experts) go by their full name; so do biases.
+    Scales of a quantized KV cache are left out (see unused.py).
     Raises UnsupportedFormat for a set of tensors that no format knows, SchemeError where config and storage disagree.
     """
     formats = registry()
     suffixes = frozenset().union(*(f.suffixes for f in formats))
     modules: dict[str, dict[str, TensorRef]] = {}
     for name, ref in checkpoint.tensors.items():
+        if is_kv_cache_scale(name):
+            continue
         module, _, suffix = name.rpartition(".")
         if suffix in suffixes and module:
             modules.setdefault(module, {})[suffix] = ref

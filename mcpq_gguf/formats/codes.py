@@ -91,12 +91,14 @@ class Fp4:
     packed  uint8 (rows, columns / 2): even column in the low nibble, odd in the high one
     scales  uint8 (rows, columns / group): E4M3 bytes for NVFP4 (group 16), E8M0 bytes for MXFP4 (group 32)
     divisor float32 that divides every scale (NVFP4's weight_global_scale), None for MXFP4
+    factor  float32 that multiplies every scale (ModelOpt's weight_scale_2); at most one of the two is there
     """
 
     packed: np.ndarray
     scales: np.ndarray
     group: int
     divisor: np.float32 | None = None
+    factor: np.float32 | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -123,10 +125,12 @@ class Fp4:
                         ).astype(np.float32)
 
     def dequantize(self) -> np.ndarray:
-        """float32: code x (scale / divisor), the order of compressed-tensors' `dequantize`."""
+        """float32: code x (scale / divisor), the order of compressed-tensors' `dequantize`; or code x (scale x factor)."""
         scale = self.block_scales()
         if self.divisor is not None:
             scale = scale / self.divisor
+        if self.factor is not None:
+            scale = scale * self.factor
         rows, columns = self.shape
         values: np.ndarray = E2M1[self.codes()].reshape(rows, -1, self.group) * scale[:, :, None]
         return values.reshape(rows, columns)

@@ -12,8 +12,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import PlanError
 from ..formats.codes import Codes, Dense, Fp4, f32_to_bf16
+from ..formats.fp8codes import Fp8
 from ..formats.intcodes import IntCodes
-from . import int_blocks
+from . import fp8_blocks, int_blocks
 from .quantize import quantize
 
 Encoder = Callable[[Any], np.ndarray]
@@ -98,6 +99,8 @@ _FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _ENCODERS: dict[tuple[type, str], Encoder] = {
     (Fp4, "NVFP4"): nvfp4,
     (Fp4, "MXFP4"): mxfp4,
+    (Fp8, "BF16"): fp8_blocks.bf16,
+    (Fp8, "Q8_0"): fp8_blocks.q8_0,
     (IntCodes, "Q4_0"): int_blocks.q4_0,
     (IntCodes, "Q4_1"): int_blocks.q4_1,
     (IntCodes, "Q5_0"): int_blocks.q5_0,
