@@ -36,8 +36,8 @@ def cli(debug: bool) -> None:
               help="Directory, or a file name that ends in .gguf.")
 @click.option("--outtype", type=click.Choice(OUTTYPES, case_sensitive=False), default="native", show_default=True,
               help="native carries codes and scales over; the others decode them.")
-@click.option("--asym", type=click.Choice(["exact", "small"]), default="exact", show_default=True,
-              help="INT4 with zero points that Q4_1 cannot hold exactly: exact in Q8_0, or small in Q4_1.")
+@click.option("--asym", type=click.Choice(["exact", "q8_0", "q4_1"]), default="exact", show_default=True,
+              help="Integers with zero points: the smallest exact type, exact without Q5_0, or Q4_1 even if lossy.")
 @click.option("--mmproj/--no-mmproj", default=True, show_default=True,
               help="Write the vision projector beside the model.")
 @click.option("--mmproj-only", is_flag=True, help="Write nothing but the projector.")

@@ -5,6 +5,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from . import __version__
 from .arch import Model, describe
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import PlanError, WriteError
-from .formats import FormatOptions, SourceWeight, open_weights
+from .formats import FormatOptions, SourceWeight, disagreements, open_weights
 from .formats.unused import notices
 from .general import Identity, identify
 from .ggml.metadata import Metadata, string, u32
 from .mmproj import plan_projector
 from .modelopt_schemes import quantization_config
-from .plan import Entry, Exactness, FilePlan, float_policy, layout_file, native_policy, plan_entries
+from .plan import FLOATS, Entry, Exactness, FilePlan, float_policy, layout_file, native_policy, plan_entries
 from .schemes import parse_schemes
 from .tokenizer import vocabulary
 from .writer import Finished, check_space, write_files
@@ -38,7 +39,7 @@ class Options:
     mmproj_type     type of the projector's large matrices: f32, f16, bf16 or q8_0
     projector       clip.projector_type, None for the one that belongs to the model
     llama_build     the oldest llama.cpp build that should load the projector, None for a current one
-    asymmetric      "exact" or "small": what to do with zero points that Q4_1 cannot hold exactly
+    asymmetric      integers with zero points: "exact", "q8_0" or "q4_1" (see formats.FormatOptions)
     overrides       general.* keys (name, license, quantized_by, ...) that win over those found in the checkpoint
     """
 
@@ -80,12 +81,14 @@ def prepare(source: str | os.PathLike[str], options: Options | None = None) -> P
         raise PlanError(f"outtype {o.outtype!r} is not known; known are {', '.join(OUTTYPES)}")
     checkpoint = open_checkpoint(source)
     schemes = parse_schemes(quantization_config(checkpoint))
-    weights = open_weights(checkpoint, schemes.resolve, FormatOptions(o.asymmetric))
+    resolve = cache(schemes.resolve)
+    weights = open_weights(checkpoint, resolve, FormatOptions(o.asymmetric), schemes.all)
     model = describe(checkpoint.architecture, checkpoint.config, frozenset(weights))
     policy = native_policy if o.outtype == "native" else float_policy(o.outtype.upper())
     entries = plan_entries(model, weights, policy)
     identity = _identify(checkpoint, entries, o.overrides or {})
-    notes = [*checkpoint.notes, *schemes.notes, *notices(checkpoint.tensors), *model.notes]
+    notes = [*checkpoint.notes, *schemes.notes, *notices(checkpoint.tensors), *model.notes,
+             *_told(weights), *disagreements(weights, resolve, list(schemes.unmatched_ignores(weights)))]
     plans = []
     if o.model:
         main = _main_type(entries)
@@ -140,6 +143,15 @@ def _key(prepared: Prepared) -> str:
     return digest.hexdigest()
 
 
+def _told(weights: Mapping[str, SourceWeight]) -> list[str]:
+    """What formats have to say of their weights, each thing once."""
+    told: dict[str, list[str]] = {}
+    for weight in weights.values():
+        for note in weight.notes:
+            told.setdefault(note, []).append(weight.module)
+    return [f"{m[0]}{f' and {len(m) - 1} more' if len(m) > 1 else ''}: {note}" for note, m in told.items()]
+
+
 def _identify(checkpoint: Checkpoint, entries: list[Entry], overrides: Mapping[str, str]) -> Identity:
     """Parameter counts for the size label, as gguf's writer counts them."""
     weights = [e for e in entries if e.kind == "weight"]
@@ -151,11 +163,11 @@ def _identify(checkpoint: Checkpoint, entries: list[Entry], overrides: Mapping[s
 
 
 def _main_type(entries: list[Entry]) -> str:
-    """The type that holds most parameters."""
+    """The block type that holds most parameters; in a file without blocks the float type that does."""
     size: dict[str, int] = defaultdict(int)
     for e in entries:
         size[e.type] += prod(e.shape)
-    return max(size, key=size.__getitem__)
+    return max(size, key=lambda kind: (kind not in FLOATS, size[kind]))
 
 
 def _metadata(checkpoint: Checkpoint, model: Model, identity: Identity, entries: list[Entry], main: str,

@@ -84,6 +84,11 @@ class Schemes:
     notes: tuple[str, ...] = ()
     _matcher: "_Matcher" = field(default_factory=lambda: _Matcher(()), repr=False)
 
+    @property
+    def all(self) -> tuple[Scheme, ...]:
+        """The schemes of all groups."""
+        return tuple(g.scheme for g in self.groups)
+
     def resolve(self, module: str) -> Scheme | None:
         """The scheme that targets `module`, or None when it is ignored or not targeted.
 

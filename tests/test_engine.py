@@ -73,7 +73,7 @@ def test_links_of_the_package_are_restored(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_program_that_fails_or_hangs_is_named_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="exit code 3; one | two"):
+    with pytest.raises(EngineError, match=r"exit code 3; one \| two"):
         run(script(tmp_path, "a", "echo one >&2; echo two >&2; exit 3"), [], timeout=10)
     with pytest.raises(EngineError, match="was ended by SIGSEGV"):
         run(script(tmp_path, "b", "kill -SEGV $$"), [], timeout=10)
@@ -127,12 +127,23 @@ def test_the_server_is_ended_when_the_block_is_left_by_an_error(tmp_path: Path) 
         "    def do_GET(self):\n"
         "        self.send_response(200); self.end_headers(); self.wfile.write(b'{\"status\": \"ok\"}')\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n")
-    with pytest.raises(KeyboardInterrupt), Server(tmp_path / "m.gguf", llama_bin=tmp_path) as server:
-        process = server.process
-        assert process is not None
-        with pytest.raises(EngineError, match="answered 501"):
-            server.post("/completion", {})
-        raise KeyboardInterrupt
+    server = Server(tmp_path / "m.gguf", llama_bin=tmp_path)
+
+    def interrupted() -> "subprocess.Popen[bytes]":
+        with server:
+            process = server.process
+            assert process is not None
+            with pytest.raises(EngineError, match="answered 501"):
+                server.post("/completion", {})
+            try:
+                raise KeyboardInterrupt
+            finally:
+                started.append(process)
+
+    started: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    process, = started
     end = time.monotonic() + 5
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

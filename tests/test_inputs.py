@@ -18,8 +18,22 @@ from mcpq_gguf.plan import Entry, Exactness
 from mcpq_gguf.transcode import scale_factor
 from mcpq_gguf.verify.engine import Server
 
-INPUTS = ["made-nvfp4", "made-int4-mixed", "made-fp8", "made-bf16", "bf16", "nvfp4a16", "nvfp4-w4a4", "int4-mixed-w4a16",
-          "qqq-w4a8-mixed", "fp8-dynamic", "int4-g128-asym", "mixed-nvfp4-fp8", "mxfp4a16", "model-free/nvfp4a16"]
+INPUTS = [
+    "made-nvfp4",
+    "made-int4-mixed",
+    "made-fp8",
+    "made-bf16",
+    "bf16",
+    "nvfp4a16",
+    "nvfp4-w4a4",
+    "int4-mixed-w4a16",
+    "qqq-w4a8-mixed",
+    "fp8-dynamic",
+    "int4-g128-asym",
+    "mixed-nvfp4-fp8",
+    "mxfp4a16",
+    "model-free/nvfp4a16",
+]
 
 
 @pytest.fixture(scope="module", params=INPUTS)
@@ -37,7 +51,7 @@ def regroup(tensor: torch.Tensor, name: str, config: dict[str, int]) -> torch.Te
         return x.reshape(shape)
 
     if name.endswith("attn_qkv.weight"):
-        return torch.cat([tensor[:2 * key * dim], tile(tensor[2 * key * dim:], 0)])
+        return torch.cat([tensor[: 2 * key * dim], tile(tensor[2 * key * dim :], 0)])
     if re.search(r"attn_gate|ssm_alpha|ssm_beta", name):
         return tile(tensor, 0)
     return tile(tensor, 1) if "ssm_out" in name else tensor
@@ -66,7 +80,7 @@ def test_every_module_of_the_native_file(source: Path, tmp_path: Path, capsys: p
     kinds: dict[tuple[str, str, str], int] = {}
     for entry in prepared.plan.entries:
         modules = [p.module for p in entry.parts]
-        if entry.kind != "weight" or reference.scheme(modules[0]) is None and entry.layout.value:
+        if entry.kind != "weight" or (reference.scheme(modules[0]) is None and entry.layout.value):
             continue
         values = written[entry.name][0].astype(np.float64).reshape(len(modules), -1)
         for value, module in zip(values, modules, strict=True):
@@ -77,13 +91,17 @@ def test_every_module_of_the_native_file(source: Path, tmp_path: Path, capsys: p
         print(f"\n{source.name}: " + ", ".join(f"{n} {f} -> {t} ({e})" for (f, t, e), n in kinds.items()))
 
 
-def check(entry: Entry, value: np.ndarray, module: str, reference: Decompressed, config: dict[str, int],
-          factor: float) -> None:
+def check(
+    entry: Entry, value: np.ndarray, module: str, reference: Decompressed, config: dict[str, int], factor: float
+) -> None:
     """One module's values as written, float64, against the reference, by what the plan claims for them."""
     if module + ".weight" not in reference.where and reference.scheme(module) is None:
         tensor = reference.raw(module).double()
-        expected = tensor if tensor.ndim != 1 or "dt_bias" not in module else regroup(
-            tensor, "ssm_alpha", dict(config, linear_key_head_dim=1))
+        expected = (
+            tensor
+            if tensor.ndim != 1 or "dt_bias" not in module
+            else regroup(tensor, "ssm_alpha", dict(config, linear_key_head_dim=1))
+        )
     else:
         expected = exact_values(reference, module).squeeze()
         if "conv1d" in module:
@@ -99,7 +117,7 @@ def check(entry: Entry, value: np.ndarray, module: str, reference: Decompressed,
     elif entry.exactness is Exactness.F32:
         np.testing.assert_array_equal(value, want.astype(np.float32), err_msg=module)
     else:
-        assert np.sqrt(np.mean((value * factor - want) ** 2) / np.mean(want ** 2)) < 0.01, module
+        assert np.sqrt(np.mean((value * factor - want) ** 2) / np.mean(want**2)) < 0.01, module
 
 
 def test_log_probabilities(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,12 +130,19 @@ def test_log_probabilities(source: Path, tmp_path: Path, capsys: pytest.CaptureF
         path = convert(prepare(source, Options(kind, mmproj=False)), tmp_path / kind)[0].path
         with Server(path, extra=["-ctk", "f32", "-ctv", "f32"]) as server:
             ours = [server.logprobs(ids, vocabulary) for ids in prompts]
-        figures[kind] = (max(float(np.abs(a - b).max()) for a, b in zip(theirs, ours)),
-                         float(np.mean([kl(a, b) for a, b in zip(theirs, ours)])),
-                         sum(int(a.argmax() == b.argmax()) for a, b in zip(theirs, ours)))
+        figures[kind] = (
+            max(float(np.abs(a - b).max()) for a, b in zip(theirs, ours)),
+            float(np.mean([kl(a, b) for a, b in zip(theirs, ours)])),
+            sum(int(a.argmax() == b.argmax()) for a, b in zip(theirs, ours)),
+        )
     with capsys.disabled():
-        print(f"\n{source.name}: " + "; ".join(f"{kind}: largest difference {d:.1e}, KL {k:.1e}, same top {n} of 8"
-                                               for kind, (d, k, n) in figures.items()))
+        print(
+            f"\n{source.name}: "
+            + "; ".join(
+                f"{kind}: largest difference {d:.1e}, KL {k:.1e}, same top {n} of 8"
+                for kind, (d, k, n) in figures.items()
+            )
+        )
     loose = 10 if source.name == "made-fp8" else 1  # its uniformly random FP8 bytes make an ill-conditioned model
     assert figures["f32"][0] < 2e-3 * loose
     assert figures["native"][1] < 5e-2 * loose  # llama.cpp rounds activations: see the F32 figure for what is ours

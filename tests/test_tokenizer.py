@@ -17,21 +17,86 @@ from mcpq_gguf.tokenizer import vocabulary
 from mcpq_gguf.verify.engine import Server
 
 FIXED = [
-    "Hello, world!", "今天天气很好，我们去公园散步吧。", "人工智能正在改变世界", "한국어 문장도 조금 넣어 둡니다.", "日本語の文章。カタカナ",
-    "Привет, мир!", "مرحبا بالعالم", "שלום עולם", "ไทย", "Übergrößenträger Straße", "e\u0301 a\u0308 o\u0302\u0301",
-    "def f(x: int) -> str:\n    return f'{x!r}'\n", "for (int i = 0; i < n; ++i) { a[i] += 1; }", "\t\tx\t", "   ", " ", "\n",
-    "\n\n\n", "\r\n\r\n", "a  b   c    d", "line\n\n  next\n\t\tend", "0", "12", "123", "1234567890", "3.14159", "1e-10", "2026-12-01",
-    "100%", "$5.00", "🙂🚀🎉", "👨\u200d👩\u200d👧", "🇩🇪", "I'm you're he'll we'd they've it's I'M YOU'RE", "don''t", "https://example.org/a?b=c&d=e",
-    "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|>", "<|im_end|><|im_end|>", "x<|endoftext|>y", "<think>\n\n</think>\n\n",
-    "<image></image>", "<slice>a</slice>", "<|im_start", "|im_end|>", "<tool_call>{\"a\": 1}</tool_call>", "\u00a0nbsp\u3000ideographic",
-    "\u200bzero\ufeffwidth", "mixed中文and한국어12and🙂", "CamelCaseAndsnake_case", "---===***", "...", "?!?!", "\x00\x01", "\u0939\u093f\u0928\u094d\u0926\u0940",
+    "Hello, world!",
+    "今天天气很好，我们去公园散步吧。",
+    "人工智能正在改变世界",
+    "한국어 문장도 조금 넣어 둡니다.",
+    "日本語の文章。カタカナ",
+    "Привет, мир!",
+    "مرحبا بالعالم",
+    "שלום עולם",
+    "ไทย",
+    "Übergrößenträger Straße",
+    "e\u0301 a\u0308 o\u0302\u0301",
+    "def f(x: int) -> str:\n    return f'{x!r}'\n",
+    "for (int i = 0; i < n; ++i) { a[i] += 1; }",
+    "\t\tx\t",
+    "   ",
+    " ",
+    "\n",
+    "\n\n\n",
+    "\r\n\r\n",
+    "a  b   c    d",
+    "line\n\n  next\n\t\tend",
+    "0",
+    "12",
+    "123",
+    "1234567890",
+    "3.14159",
+    "1e-10",
+    "2026-12-01",
+    "100%",
+    "$5.00",
+    "🙂🚀🎉",
+    "👨\u200d👩\u200d👧",
+    "🇩🇪",
+    "I'm you're he'll we'd they've it's I'M YOU'RE",
+    "don''t",
+    "https://example.org/a?b=c&d=e",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "<|im_start|>",
+    "<|im_end|><|im_end|>",
+    "x<|endoftext|>y",
+    "<think>\n\n</think>\n\n",
+    "<image></image>",
+    "<slice>a</slice>",
+    "<|im_start",
+    "|im_end|>",
+    '<tool_call>{"a": 1}</tool_call>',
+    "\u00a0nbsp\u3000ideographic",
+    "\u200bzero\ufeffwidth",
+    "mixed中文and한국어12and🙂",
+    "CamelCaseAndsnake_case",
+    "---===***",
+    "...",
+    "?!?!",
+    "\x00\x01",
+    "\u0939\u093f\u0928\u094d\u0926\u0940",
 ]
 
 
 def strings(count: int) -> list[str]:
     """The fixed ones and random mixtures of scripts, digits, white space, code and special tokens."""
     rng = random.Random(7)
-    pieces = [*FIXED, *"abcXYZ 0123456789", " ", "  ", "\n", "\t", "\r\n", "的", "한", "é", "'s", "'LL", "_", "(", ")", "->", "<think>"]
+    pieces = [
+        *FIXED,
+        *"abcXYZ 0123456789",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "\r\n",
+        "的",
+        "한",
+        "é",
+        "'s",
+        "'LL",
+        "_",
+        "(",
+        ")",
+        "->",
+        "<think>",
+    ]
     return FIXED + ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 12))) for _ in range(count - len(FIXED))]
 
 
@@ -48,6 +113,7 @@ def test_llama_cpp_tokenizes_as_hugging_face_does(name: str, tmp_path: Path) -> 
 def test_text_in_nfc_needs_no_normalizer() -> None:
     """What llama.cpp leaves out makes no difference for text that is in NFC already."""
     import unicodedata
+
     source = checkpoint("made-nvfp4")
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     bare = Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -119,26 +185,37 @@ def test_chat_templates_from_every_place(folder: Path) -> None:
     change(folder, "chat_template.json", chat_template="J")
     assert vocabulary(folder, 1024)["tokenizer.chat_template"].value == "J"
     (folder / "chat_template.json").unlink()
-    change(folder, "tokenizer_config.json",
-           chat_template=[{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}])
+    change(
+        folder,
+        "tokenizer_config.json",
+        chat_template=[{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}],
+    )
     keys = vocabulary(folder, 1024)
     assert (keys["tokenizer.chat_template"].value, keys["tokenizer.chat_template.rag"].value) == ("D", "R")
 
 
 def split(regex: str, **extra: Any) -> dict[str, Any]:
-    parts = [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} | extra,
-             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+    parts = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} | extra,
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]
     return {"type": "Sequence", "pretokenizers": parts}
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"pre_tokenizer": split(r"\w+|\s+")}, r"\\w+|\\s+"),
-    ({"pre_tokenizer": None}, "pre-tokenizer"),
-    ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
-    ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
-    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}}, "StripAccents"),
-    ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
-])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"pre_tokenizer": split(r"\w+|\s+")}, r"\\w+|\\s+"),
+        ({"pre_tokenizer": None}, "pre-tokenizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}},
+            "StripAccents",
+        ),
+        ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
+    ],
+)
 def test_other_tokenizers_are_refused_by_their_rules(folder: Path, values: dict[str, Any], words: str) -> None:
     change(folder, "tokenizer.json", **values)
     with pytest.raises(UnsupportedFormat) as caught:

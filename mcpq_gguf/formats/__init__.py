@@ -1,10 +1,11 @@
 """Source formats: how a module's stored tensors become a weight. One module a format, looked up in a registry.
 
-A format is recognised by the tensors that are there (suffixes, dtypes), never by the config alone; the config's scheme
-must then agree, or the checkpoint is refused with both sides named.
+A format is recognised by the tensors that are there (suffixes, dtypes), never by the config alone. Where the config
+says otherwise the tensors decide, if it has just one scheme that fits them, and the user is told; else it is an error.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +102,7 @@ class Module:
     scheme: Scheme | None
     checkpoint: Checkpoint
     options: FormatOptions = DEFAULTS
+    groups: tuple[Scheme, ...] = ()
 
     def array(self, suffix: str) -> np.ndarray:
         """A stored tensor as a view."""
@@ -154,8 +156,12 @@ def registry() -> tuple[Format, ...]:
 
 
 def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None],
-                 options: FormatOptions = DEFAULTS) -> dict[str, SourceWeight]:
+                 options: FormatOptions = DEFAULTS, groups: tuple[Scheme, ...] = ()) -> dict[str, SourceWeight]:
     """Every logical weight of the checkpoint by module name.
+
+    resolve  the scheme that the config gives a module
+    groups   the schemes of all groups: a module that is stored quantized though the config leaves it out takes the one
+             that its storage fits; `disagreements` tells of it
 
     Parameters that belong to no module with a `weight` (A_log, stacked experts) go by their full name; so do biases.
     Scales of a quantized KV cache are left out (see unused.py).
@@ -174,7 +180,7 @@ def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]
             modules[name] = {"": ref}
     weights = {}
     for name, params in modules.items():
-        opened = Module(name, params, None if "" in params else resolve(name), checkpoint, options)
+        opened = Module(name, params, None if "" in params else resolve(name), checkpoint, options, groups)
         fmt = next((f for f in formats if f.matches(params)), None)
         if fmt is None:
             raise UnsupportedFormat(f"{name}: no format stores a weight as "
@@ -184,13 +190,45 @@ def open_weights(checkpoint: Checkpoint, resolve: Callable[[str], Scheme | None]
 
 
 def require_scheme(module: Module, storage: str, formats: tuple[str, ...]) -> Scheme:
-    """The module's scheme, which must be of one of `formats`; SchemeError when the config says otherwise."""
+    """The scheme of a module that is stored in one of `formats`.
+
+    Where the config gives it none, or one of another format, the tensors decide: it is the only scheme of the config
+    that fits. SchemeError when there is no such scheme, or more than one.
+    """
     scheme = module.scheme
+    if scheme is not None and scheme.format in formats:
+        return scheme
+    fitting = {(s.format, s.weights, s.inputs): s for s in module.groups if s.format in formats}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
     ref = next(iter(module.params.values()))
-    if scheme is None:
-        raise SchemeError(f"{module.name}: stored as {storage} in {ref.file.name}, but quantization_config targets it "
-                          "with no group or ignores it; config.json does not belong to these tensors")
-    if scheme.format not in formats:
-        raise SchemeError(f"{module.name}: stored as {storage} in {ref.file.name}, but quantization_config group "
-                          f"{scheme.group} says {scheme.format}")
-    return scheme
+    says = "no group or ignores it" if scheme is None else f"group {scheme.group}, which says {scheme.format}"
+    raise SchemeError(f"{module.name}: stored as {storage} in {ref.file.name}, but quantization_config gives it "
+                      f"{says}, and {len(fitting)} of its groups fit the tensors; config.json does not belong to them")
+
+
+# Modules with a two-dimensional weight that are no Linear layers, whatever a target `Linear` says.
+_NOT_LINEAR = re.compile(r"(.*\.)?(embed_tokens|wte|position_embedding|mlp\.gate|router|.*norm|conv1d)")
+
+
+def disagreements(weights: Mapping[str, SourceWeight], resolve: Callable[[str], Scheme | None],
+                  unmatched_ignores: Sequence[str]) -> tuple[str, ...]:
+    """What the config says of the modules and the tensors do not bear out, a note for each kind.
+
+    The tensors decided in every case. Ignore entries that match nothing are counted only under the modules' own names,
+    since names of another engine do protect the modules there, but not in every program.
+    """
+    plain, quantized = [], []
+    for name, weight in weights.items():
+        matrix = weight.refs[0].name == name + ".weight" and len(weight.refs[0].shape) == 2
+        if weight.format != "dense" and (scheme := resolve(name)) != weight.scheme:
+            quantized.append(f"{name} ({weight.format}, config says {scheme.format if scheme else 'not quantized'})")
+        elif weight.format == "dense" and weight.scheme is not None and matrix and not _NOT_LINEAR.fullmatch(name):
+            plain.append(name)
+    notes = []
+    for text, found in (("modules are stored quantized against the config, taken as stored", quantized),
+                        ("modules are not quantized though the config targets them, taken as stored", plain),
+                        ("entries of the ignore list match no module under its own name", unmatched_ignores)):
+        if found:
+            notes.append(f"{len(found)} {text}: {found[0]}{', ...' if len(found) > 1 else ''}")
+    return tuple(notes)
