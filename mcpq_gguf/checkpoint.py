@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ DTYPES = {
 }
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 MAX_JSON = 64_000_000
+BLOCK = 4 << 20  # bytes of a shard that are dropped from memory together
 INDEX = "model.safetensors.index.json"
 
 
@@ -57,7 +59,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorRef]
     shards: tuple[Path, ...]
     notes: tuple[str, ...] = ()
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False)
+    _maps: dict[Path, "_Shard"] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def array(self, ref: TensorRef) -> np.ndarray:
         """The tensor as a read-only view of the mapped file, in the numpy dtype of DTYPES."""
@@ -69,16 +72,24 @@ class Checkpoint:
         path = self.path / name
         return read_json(path) if path.is_file() else None
 
-    def release(self, ref: TensorRef) -> None:
-        """Tell the kernel that the tensor's pages are done with, so that they do not crowd out the user's memory."""
-        memory = self._maps.get(ref.file)
-        if memory is None:
-            return
-        page = mmap.PAGESIZE
-        start = -(-ref.offset // page) * page
-        length = (ref.offset + ref.nbytes) // page * page - start
-        if length > 0:
-            memory.madvise(mmap.MADV_DONTNEED, start, length)
+    def prefetch(self, ref: TensorRef, low: int, high: int, rows: int) -> None:
+        """Rows low..high of `rows` are needed soon: have the kernel read them meanwhile."""
+        memory, page = self._map(ref.file), mmap.PAGESIZE
+        start = (ref.offset + ref.nbytes * low // rows) // page * page
+        stop = ref.offset + ref.nbytes * high // rows
+        if hasattr(memory, "madvise") and stop > start:
+            memory.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
+    def release(self, ref: TensorRef, low: int, high: int, rows: int) -> None:
+        """Rows low..high of `rows` have been read for the last time.
+
+        Where all of a block of the file has been, its pages are unmapped and dropped from the page cache. Besides
+        keeping the machine usable this is faster: the next pages read or written take their place, where fresh memory
+        costs more than the transfer on many virtual machines (docs/design.md, Page cache).
+        """
+        shard = self._maps.get(ref.file)
+        if shard is not None and hasattr(os, "posix_fadvise"):
+            shard.consume(ref.offset + ref.nbytes * low // rows, ref.offset + ref.nbytes * high // rows)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -104,9 +115,32 @@ class Checkpoint:
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
-            with open(file, "rb") as f:
-                self._maps[file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
+            with self._lock:
+                self._maps.setdefault(file, _Shard(file))
+        return self._maps[file].memory
+
+
+class _Shard:
+    """A mapped file that counts which of its blocks are used up."""
+
+    def __init__(self, file: Path) -> None:
+        self.fd = os.open(file, os.O_RDONLY)
+        self.memory = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+        self.left = [BLOCK] * (len(self.memory) // BLOCK)  # the last, partial block is left to the kernel
+        self.lock = threading.Lock()
+
+    def consume(self, start: int, stop: int) -> None:
+        for block in range(start // BLOCK, min(-(-stop // BLOCK), len(self.left))):
+            at = block * BLOCK
+            with self.lock:
+                self.left[block] -= min(stop, at + BLOCK) - max(start, at)
+                done = self.left[block] == 0
+            if done:
+                self.memory.madvise(mmap.MADV_DONTNEED, at, BLOCK)
+                os.posix_fadvise(self.fd, at, BLOCK, os.POSIX_FADV_DONTNEED)
+
+    def __del__(self) -> None:
+        os.close(self.fd)  # the mapping itself lives as long as a view of it
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -36,7 +36,7 @@ def plan_projector(checkpoint: Checkpoint, weights: Mapping[str, SourceWeight], 
     Raises what `describe_projector` and `plan_entries` raise: unknown, missing or misshapen tensors are errors.
     """
     if kind not in TYPES:
-        raise PlanError(f"projector type {kind!r} is not known; known are {', '.join(TYPES)}")
+        raise PlanError(f"--mmproj-type {kind!r} is not known; known are {', '.join(TYPES)}")
     model = describe_projector(checkpoint.architecture, checkpoint.config, image_processor(checkpoint),
                                frozenset(weights), projector, build)
     if model is None:
@@ -69,5 +69,5 @@ def _policy(kind: str) -> Policy:
 
 
 def _counts(entries: Sequence[Entry]) -> Metadata:
-    counts = Counter(e.exactness for e in entries)
+    counts = Counter(e.exactness for e in entries if e.kind == "weight")
     return {f"mcpq.tensors.{e.value}": u32(counts[e]) for e in Exactness if counts[e]}

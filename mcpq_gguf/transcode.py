@@ -68,6 +68,17 @@ def steps(plans: Sequence[FilePlan]) -> list[Step]:
     return out
 
 
+def prefetch(step: Step, weights: Mapping[str, SourceWeight], checkpoint: Checkpoint) -> None:
+    """Start reading what `transcode` of this step will need."""
+    entry = step.targets[0][1]
+    for _, part, low, high, first in _parts(entry, step):
+        weight = weights[part.module]
+        rows = _shift(entry.layout.source_rows(low - first, high - first), part.start or 0)
+        if entry.kind == "weight" and isinstance(rows, slice) and weight.shape:
+            for ref in weight.refs:
+                checkpoint.prefetch(ref, rows.start, rows.stop, weight.shape[0])
+
+
 def transcode(step: Step, weights: Mapping[str, SourceWeight], checkpoint: Checkpoint,
               importance: Importance | None = None) -> list[Result]:
     """The bytes of a step for each of its files; files that want the same type share one array.
@@ -88,9 +99,9 @@ def transcode(step: Step, weights: Mapping[str, SourceWeight], checkpoint: Check
         codes = entry.layout.apply(weight.read(rows), part.module)
         for maker in made.values():
             maker.add(number, weight, codes, low - step.start)
-        if high - low == weight.shape[0]:
+        if isinstance(rows, slice) and weight.shape:
             for ref in weight.refs:
-                checkpoint.release(ref)
+                checkpoint.release(ref, rows.start, rows.stop, weight.shape[0])
     return [Result(file, e, e.offset + step.start * (e.nbytes // e.rows), made[e.type, e.scales].out,
                    made[e.type, e.scales].loss) for file, e in step.targets]
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,12 @@ from .errors import WriteError
 from .formats import SourceWeight
 from .loss import Loss
 from .plan import Exactness, FilePlan
-from .transcode import Importance, Result, Step, steps, transcode
+from .transcode import Importance, Result, Step, prefetch, steps, transcode
 
 Progress = Callable[[int], object]
 JOURNAL_SECONDS = 5.0
+WINDOW = 32 << 20  # bytes of a file that are written back and dropped from the page cache together
+BEHIND = 4         # windows after which a window should be clean
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class _Output:
         self.digest.update(bytes(result.offset - self.position))
         self.digest.update(result.data.data)
         self.position = result.offset + result.data.nbytes
+        for window in range(before // WINDOW, self.position // WINDOW if hasattr(os, "posix_fadvise") else 0):
+            # The first call on a window starts its write-back, the second finds it clean and drops it.
+            for start in (window * WINDOW, (window - BEHIND) * WINDOW):
+                if start >= 0:
+                    os.posix_fadvise(self.fd, start, WINDOW, os.POSIX_FADV_DONTNEED)
         return self.position - before
 
     def close(self) -> None:
@@ -174,9 +181,14 @@ class _Run:
                 write_at(self.outputs[r.file].fd, r.data, r.offset)
             return results
 
+        def prefetched(step: Step) -> Step:
+            prefetch(step, weights, checkpoint)
+            return step
+
         saved = time.monotonic()
         with ThreadPoolExecutor(workers, thread_name_prefix="transcode") as pool:
-            for results in _in_order(pool, job, todo, window=2 * workers + 2):
+            ahead = (prefetched(step) for step in todo)
+            for results in _in_order(pool, job, ahead, window=2 * workers + 2):
                 for r in results:
                     progress(self.outputs[r.file].hash(r))
                     if r.entry.exactness is Exactness.LOSSY:
@@ -226,7 +238,7 @@ class _Run:
         journal.remove(self.folder)
 
 
-def _in_order(pool: ThreadPoolExecutor, job: Callable[[Step], list[Result]], todo: Sequence[Step],
+def _in_order(pool: ThreadPoolExecutor, job: Callable[[Step], list[Result]], todo: Iterable[Step],
               window: int) -> Iterator[list[Result]]:
     """Results in the order of their steps, with at most `window` steps under way or waiting."""
     pending: deque[Future[list[Result]]] = deque()

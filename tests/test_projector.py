@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mcpq_gguf.arch.vision import describe_projector, image_processor
 from mcpq_gguf.checkpoint import open_checkpoint
-from mcpq_gguf.convert import convert, prepare
+from mcpq_gguf.convert import Options, convert, prepare
 from mcpq_gguf.errors import McpqError, PlanError, UnsupportedArchitecture
 from mcpq_gguf.formats import open_weights
 from mcpq_gguf.general import Identity
@@ -31,6 +31,7 @@ from mcpq_gguf.writer import write_files
 
 OLD = "minicpmv4_6"  # the one projector type that the pinned llama.cpp knows
 SIZES = {"square": (448, 448), "wide": (896, 448), "tall": (448, 1344)}
+TOWER = ("model.vision_tower.", "model.merger.")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -53,13 +54,10 @@ def write(folder: Path, out: Path, kind: str = "bf16") -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def source() -> Path:
-    """A checkpoint with a vision tower in BF16: the larger one where it is at hand."""
-    try:
-        return checkpoint("bf16")
-    except FileNotFoundError:
-        return checkpoint("made-nvfp4")
+@pytest.fixture(scope="module", params=["made-bf16", "bf16"])
+def source(request: pytest.FixtureRequest) -> Path:
+    """Checkpoints with a vision tower in BF16; the first is always there."""
+    return checkpoint(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def model(source: Path) -> Any:
 @pytest.fixture(scope="module")
 def texts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("text")
-    return {kind: convert(prepare(source, kind), out).path for kind in ("native", "f32")}
+    return {kind: convert(prepare(source, Options(kind, mmproj=False)), out)[0].path for kind in ("native", "f32")}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def variant(source: Path, tmp_path: Path) -> Callable[..., Path]:
         out.mkdir()
         tensors: Tensors = {}
         for file in source.glob("*.safetensors"):
-            tensors |= {k: v for k, v in load_file(file).items() if k.startswith(("model.vision_tower.", "model.merger"))}
+            tensors |= {k: v for k, v in load_file(file).items() if k.startswith(TOWER)}
         change(tensors)
         save_file(tensors, out / "model.safetensors")
         settings = json.loads((source / "config.json").read_text())
@@ -224,8 +222,7 @@ def test_what_keeps_its_type_keeps_its_bytes(source: Path, files: dict[str, Path
             assert values.tobytes() == stored.float().numpy().tobytes()
             assert stored.ndim == 1 or name == "v.patch_embd.weight"
             widened += 1
-    assert kept + widened == len(names) == sum(k.startswith(("model.vision_tower.", "model.merger."))
-                                               for k in reference.where)
+    assert kept + widened == len(names) == sum(k.startswith(TOWER) for k in reference.where)
 
 
 def test_the_loader_finds_every_setting(source: Path, files: dict[str, Path]) -> None:
@@ -298,11 +295,11 @@ def test_a_missing_tensor_is_an_error(gone: str, variant: Callable[..., Path]) -
 
 @pytest.mark.parametrize(("config", "images"), [
     ({"hidden_act": "gelu"}, {}), ({"layer_norm_eps": 1e-5}, {}), ({"window_kernel_size": [4, 4]}, {}),
-    ({"merge_kernel_size": [4, 4]}, {}), ({"merger_times": 2}, {}), ({"image_size": 448}, {}), ({"num_channels": 1}, {}),
-    ({"insert_layer_id": 99}, {}), ({"insert_layer_id": -1}, {}), ({"num_attention_heads": 3}, {}),
-    ({"drop_vision_last_layer": True}, {}), ({}, {"downsample_mode": "8x"}), ({}, {"scale_resolution": 450}),
-    ({}, {"resample": 2}), ({}, {"image_std": [0.5, 0, 0.5]}), ({}, {"do_normalize": False}),
-    ({}, {"rescale_factor": 1.0}), ({}, {"patch_size": 16}),
+    ({"merge_kernel_size": [4, 4]}, {}), ({"merger_times": 2}, {}), ({"image_size": 448}, {}),
+    ({"num_channels": 1}, {}), ({"insert_layer_id": 99}, {}), ({"insert_layer_id": -1}, {}),
+    ({"num_attention_heads": 3}, {}), ({"drop_vision_last_layer": True}, {}), ({}, {"downsample_mode": "8x"}),
+    ({}, {"scale_resolution": 450}), ({}, {"resample": 2}), ({}, {"image_std": [0.5, 0, 0.5]}),
+    ({}, {"do_normalize": False}), ({}, {"rescale_factor": 1.0}), ({}, {"patch_size": 16}),
 ], ids=str)
 def test_settings_that_llama_cpp_does_not_compute_are_errors(config: dict[str, Any], images: dict[str, Any],
                                                              variant: Callable[..., Path]) -> None:
@@ -373,7 +370,8 @@ def _quantize(tensors: Tensors, kind: torch.dtype, largest: float) -> list[str]:
 
 @pytest.mark.parametrize("form", ["float-quantized", "int-quantized"])
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-def test_a_quantized_vision_tower_is_decoded(form: str, kind: str, variant: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_quantized_vision_tower_is_decoded(form: str, kind: str, variant: Callable[..., Path],
+                                             tmp_path: Path) -> None:
     fp8 = form == "float-quantized"
     modules: list[str] = []
     folder = variant(lambda t: modules.extend(_quantize(t, torch.float8_e4m3fn if fp8 else torch.int8,

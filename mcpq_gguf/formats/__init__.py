@@ -88,6 +88,11 @@ class SourceWeight:
         return next((c for c in self.carries() if c.type == kind), None)
 
 
+def stored_row(rows: Rows, at: int) -> int:
+    """Which stored row is number `at` of the rows that `rows` selects, for messages."""
+    return int(rows[at]) if isinstance(rows, np.ndarray) else int(at) + (rows.start or 0)
+
+
 def always(*carries: Carry) -> Callable[[], tuple[Carry, ...]]:
     """`carries` for a format whose answer needs no look at the values."""
     return lambda: carries

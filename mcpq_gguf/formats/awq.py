@@ -31,7 +31,7 @@ def _open(module: Module) -> SourceWeight:
     if len(weight.shape) != 2:
         raise CheckpointError(f"{weight}: expected two dimensions, [inputs, rows / 8]")
     shape = weight.shape[1] * 8, weight.shape[0]
-    group = group_size(module, scheme.weights, shape)
+    group = group_size(weight, scheme.weights, shape[1])
     module.need("scales", FLOATS, (shape[1] // group, shape[0]))
     zero = module.need("qzeros", ("I32",), (shape[1] // group, weight.shape[1]))
     array = module.checkpoint.array

@@ -125,7 +125,7 @@ class Fp4:
                         ).astype(np.float32)
 
     def dequantize(self) -> np.ndarray:
-        """float32: code x (scale / divisor), the order of compressed-tensors' `dequantize`; or code x (scale x factor)."""
+        """float32: code x (scale / divisor), compressed-tensors' order; or code x (scale x factor), ModelOpt's."""
         scale = self.block_scales()
         if self.divisor is not None:
             scale = scale / self.divisor

@@ -17,7 +17,7 @@ import numpy as np
 from ..checkpoint import TensorRef
 from ..errors import CheckpointError, UnsupportedFormat
 from ..schemes import QuantArgs
-from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme
+from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme, stored_row
 from .codes import bf16_to_f32
 from .fp8codes import LARGEST, Fp8, Kind, ScaleDtype
 
@@ -100,9 +100,8 @@ def check_scales(values: np.ndarray, rows: Rows, ref: TensorRef) -> None:
     bad = ~(np.isfinite(values) & (values >= 0))
     if bad.any():
         row, column = np.argwhere(bad)[0]
-        place = rows[row] if isinstance(rows, np.ndarray) else row + (rows.start or 0)
-        raise CheckpointError(f"{ref}: the scale in row {place}, column {column} is {values[row, column]}; "
-                              "scales should be finite and not negative")
+        raise CheckpointError(f"{ref}: the scale in row {stored_row(rows, row)}, column {column} is "
+                              f"{values[row, column]}; scales should be finite and not negative")
 
 
 def checked(codes: Fp8, rows: Rows, ref: TensorRef) -> Fp8:
@@ -110,9 +109,8 @@ def checked(codes: Fp8, rows: Rows, ref: TensorRef) -> Fp8:
     float32."""
     bad = codes.invalid()
     if bad is not None:
-        row = rows[bad[0]] if isinstance(rows, np.ndarray) else bad[0] + (rows.start or 0)
-        raise CheckpointError(f"{ref}: the number in row {row}, column {bad[1]} is NaN or infinite (byte "
-                              f"0x{int(codes.codes[bad]):02X}); FP8 weights should be finite")
+        raise CheckpointError(f"{ref}: the number in row {stored_row(rows, bad[0])}, column {bad[1]} is NaN or "
+                              f"infinite (byte 0x{int(codes.codes[bad]):02X}); FP8 weights should be finite")
     if codes.scales.size and float(codes.scales.max()) > _F32_MAX / LARGEST[codes.kind] and not np.isfinite(
             codes.dequantize()).all():
         raise CheckpointError(f"{ref}: code x scale goes beyond float32 (largest scale {codes.scales.max():g}); "

@@ -42,7 +42,7 @@ def _open(module: Module) -> SourceWeight:
     if len(weight.shape) != 2 or weight.shape[0] * 32 % bits:
         raise CheckpointError(f"{weight}: expected two dimensions, [inputs x {bits} / 32, rows]")
     shape = weight.shape[1], weight.shape[0] * 32 // bits
-    group = group_size(module, scheme.weights, shape)
+    group = group_size(weight, scheme.weights, shape[1])
     groups = shape[1] // group
     module.need("scales", FLOATS, (groups, shape[0]))
     zero = module.need("qzeros", ("I32",), (groups, word_count(shape[0], bits, True)))
@@ -67,7 +67,7 @@ def _open(module: Module) -> SourceWeight:
         low, high, some = bounds(rows, shape[0])
         first = low // 32 * 32
         words = array(zero)[:, first * bits // 32:word_count(high, bits, True)]
-        values = unpack(words, bits, high - first, True)[:, low - first:].T[some].astype(np.int16)
+        values: np.ndarray = unpack(words, bits, high - first, True)[:, low - first:].T[some].astype(np.int16)
         values -= shift
         return values
 

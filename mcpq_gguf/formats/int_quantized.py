@@ -35,7 +35,7 @@ def _open(module: Module) -> SourceWeight:
     if len(weight.shape) != 2:
         raise CheckpointError(f"{weight}: expected two dimensions (rows, columns)")
     shape = weight.shape[0], weight.shape[1]
-    group = group_size(module, args, shape)
+    group = group_size(weight, args, shape[1])
     scale = scales_of(module, "weight_scale", args, shape, group)
     zeros = None
     if "weight_zero_point" in module.params or not args.symmetric:

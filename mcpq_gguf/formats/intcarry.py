@@ -128,13 +128,12 @@ def _measure(source: IntSource, facts: Facts) -> Facts:
 
 
 def _minimums(source: IntSource, raw: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    """(rows, groups): m of Q4_1 and Q5_1, exactly: in float32 for scales of 11 bits, else in float64."""
+    """float64 (rows, groups): m of Q4_1 and Q5_1, exactly."""
     if source.bits > 5:
         return np.empty(0, np.float32)
-    scales = floats(raw, source.scale.dtype)
-    wide: np.ndarray = scales.astype(np.float64) if source.scale.dtype == "F32" else scales
-    wide = wide * (signed_limits(source.bits)[0] - zeros)
-    return wide
+    values: np.ndarray = floats(raw, source.scale.dtype).astype(np.float64)
+    values *= signed_limits(source.bits)[0] - zeros
+    return values
 
 
 def _parts(rows: int, each: int) -> Iterator[slice]:
@@ -209,7 +208,7 @@ def decide(facts: Facts, bits: int, options: FormatOptions) -> tuple[Carry, ...]
     if found and found[0].exact and not found[0].why and facts.zeros != (0, 0):
         rounded = [c for c in found if c.type in _MINIMUM_BITS and not c.exact]
         if rounded:
-            found[0] = replace(found[0], why=f"exact, where {rounded[0].type} is not: {rounded[0].why}")
+            found[0] = replace(found[0], why=f"exact, where {rounded[0].type} would round minimums to FP16")
     why = "decoded" if found else f"codes less zero points run from {low} to {high}, beyond int8"
     return (*found, Carry("BF16", exact=False, why=why))
 

@@ -127,12 +127,13 @@ class IntCodes:
         return whole_blocks(self.index)
 
     def _apply(self, operation: np.ufunc, columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """`columns` (rows, columns) op `groups` (rows, groups), in place of the first."""
-        if self.index is not None:
-            operation(columns, groups[:, self.index], out=columns)
-        else:
-            view = columns.reshape(columns.shape[0], groups.shape[1], -1)
-            operation(view, groups[:, :, None], out=view)
+        """`columns` (rows, columns) op `groups` (rows, groups), in place of the first; beyond float32 is infinity."""
+        with np.errstate(over="ignore"):
+            if self.index is not None:
+                operation(columns, groups[:, self.index], out=columns)
+            else:
+                view = columns.reshape(columns.shape[0], groups.shape[1], -1)
+                operation(view, groups[:, :, None], out=view)
         return columns
 
 

@@ -43,7 +43,7 @@ def _open(module: Module) -> SourceWeight:
 
     def read(index: Rows) -> Fp4:
         scales = array(scale)[index]
-        check_scales(scales, scale)
+        check_scales(scales, index, scale)
         return Fp4(array(packed)[index], scales, GROUP, factor=factor)
 
     return SourceWeight(module.name, scheme.format, (rows, columns), tuple(module.params.values()), read,

@@ -13,7 +13,7 @@ import numpy as np
 from ..checkpoint import TensorRef
 from ..errors import CheckpointError, UnsupportedFormat
 from ..schemes import Scheme
-from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme
+from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme, stored_row
 from .codes import Fp4
 from .fp8 import WHY, check_args, checked, need_matrix, refuse_others
 from .fp8codes import Fp8
@@ -48,7 +48,7 @@ def _open_fp4(module: Module) -> SourceWeight:
     array = module.checkpoint.array
 
     def read(rows: Rows) -> Fp4:
-        codes = Fp4(array(packed)[rows], _bytes(array(scale), scale)[rows], GROUP)
+        codes = Fp4(array(packed)[rows], _bytes(array(scale)[rows], rows, scale), GROUP)
         if codes.scales.size and int(codes.scales.max()) >= _LARGE:
             with np.errstate(over="ignore"):
                 finite = np.isfinite(codes.dequantize())
@@ -69,7 +69,7 @@ def _open_fp8(module: Module) -> SourceWeight:
 
     def read(rows: Rows) -> Fp8:
         # The reference turns the scales into BF16, which holds every one of these powers of two.
-        scales = e8m0(_bytes(array(scale), scale)[rows])
+        scales = e8m0(_bytes(array(scale)[rows], rows, scale))
         return checked(Fp8(array(weight)[rows], scales, (1, GROUP), "E4M3", "BF16"), rows, weight)
 
     return SourceWeight(module.name, scheme.format, weight.shape, tuple(module.params.values()), read,
@@ -90,12 +90,12 @@ def _scales(module: Module, codes: TensorRef, columns: int, storage: str, name: 
     return scheme, scale
 
 
-def _bytes(scales: np.ndarray, ref: TensorRef) -> np.ndarray:
-    """The E8M0 bytes; CheckpointError for the NaN byte."""
+def _bytes(scales: np.ndarray, rows: Rows, ref: TensorRef) -> np.ndarray:
+    """The E8M0 bytes of `rows`; CheckpointError for the NaN byte."""
     if scales.size and int(scales.max()) == 255:
         row, group = np.argwhere(scales == 255)[0]
-        raise CheckpointError(f"{ref}: scale of row {row}, group {group} is NaN (byte 0xFF); E8M0 scales should be "
-                              "bytes 0 to 254")
+        raise CheckpointError(f"{ref}: scale of row {stored_row(rows, row)}, group {group} is NaN (byte 0xFF); E8M0 "
+                              "scales should be bytes 0 to 254")
     return scales
 
 

@@ -11,21 +11,21 @@ import numpy as np
 
 from ..checkpoint import TensorRef
 from ..errors import CheckpointError, UnsupportedFormat
-from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme
+from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme, stored_row
 from .codes import Fp4
 
 GROUP = 16
 _SUFFIXES = frozenset({"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"})
 
 
-def check_scales(scales: np.ndarray, ref: TensorRef) -> None:
+def check_scales(scales: np.ndarray, rows: Rows, ref: TensorRef) -> None:
     """Refuse NaN bytes and negative scales: GGML's unsigned E4M3 would read them as other numbers."""
     if scales.size and (int(scales.max()) > 0x80 or bool((scales == 0x7F).any())):
         row, column = np.argwhere((scales > 0x80) | (scales == 0x7F))[0]
         byte = int(scales[row, column])
         kind = "NaN" if byte & 0x7F == 0x7F else "negative"
-        raise CheckpointError(f"{ref}: scale of row {row}, group {column} is {kind} (byte 0x{byte:02X}); "
-                              "E4M3 block scales should be finite and not negative")
+        raise CheckpointError(f"{ref}: scale of row {stored_row(rows, row)}, group {column} is {kind} (byte "
+                              f"0x{byte:02X}); E4M3 block scales should be finite and not negative")
 
 
 def _matches(params: Mapping[str, TensorRef]) -> bool:
@@ -56,7 +56,7 @@ def _open(module: Module) -> SourceWeight:
 
     def read(index: Rows) -> Fp4:
         scales = array(scale).view(np.uint8)[index]
-        check_scales(scales, scale)
+        check_scales(scales, index, scale)
         return Fp4(array(packed)[index], scales, GROUP, divisor)
 
     return SourceWeight(module.name, "nvfp4-pack-quantized", (rows, columns), tuple(module.params.values()), read,

@@ -15,7 +15,7 @@ from ..checkpoint import TensorRef
 from ..errors import CheckpointError, SchemeError, UnsupportedFormat
 from ..schemes import QuantArgs
 from . import Format, Module, Rows, SourceWeight, require_scheme
-from .bits import is_dense, signed, unpack
+from .bits import is_dense, signed, unpack, word_count
 from .fp8 import refuse_others
 from .intcarry import IntSource, open_int
 from .intcodes import BLOCK
@@ -41,7 +41,7 @@ def _open(module: Module) -> SourceWeight:
     packed = module.need("weight_packed", ("I32",))
     shape = _shape(module, packed)
     dense = is_dense(packed, 1, shape[1], bits)
-    group = group_size(module, args, shape)
+    group = group_size(packed, args, shape[1])
     scale = scales_of(module, "weight_scale", args, shape, group)
     array = module.checkpoint.array
 
@@ -59,7 +59,7 @@ def _open(module: Module) -> SourceWeight:
         module.need("weight_zero_point", ("I32", "I8"))
     zeros: _PackedZeros | _StoredZeros | None = None
     if zero is not None and zero.dtype == "I32":
-        zeros = _PackedZeros(module, zero, args, shape, group)
+        zeros = _PackedZeros(module, zero, args, shape, group, dense)
     elif zero is not None:
         zeros = stored_zeros(module, args, shape, group)
     return open_int(IntSource(module, "pack-quantized", shape, bits, group, codes, scales, scale, zeros,
@@ -76,18 +76,20 @@ def _shape(module: Module, packed: TensorRef) -> tuple[int, int]:
     return rows, columns
 
 
-def group_size(module: Module, args: QuantArgs, shape: tuple[int, int]) -> int:
-    """Columns that share a scale. UnsupportedFormat for a strategy that is not one of integer weights."""
-    columns = shape[1]
+def group_size(weight: TensorRef, args: QuantArgs, columns: int) -> int:
+    """Columns that share a scale.
+
+    Raises UnsupportedFormat for a strategy that is not one of integer weights, CheckpointError when groups do not
+    divide the columns.
+    """
     if args.strategy in ("tensor", "channel"):
         return columns
     if args.strategy != "group" or args.group_size is None:
-        raise UnsupportedFormat(f"{module.name}: strategy {args.strategy} is not carried for integer weights, expected "
+        raise UnsupportedFormat(f"{weight}: strategy {args.strategy} is not carried for integer weights, expected "
                                 "tensor, channel or group")
     size = min(args.group_size, columns)
     if columns % size:
-        ref = next(iter(module.params.values()))
-        raise CheckpointError(f"{ref}: {columns} columns do not divide into groups of {size}")
+        raise CheckpointError(f"{weight}: {columns} columns do not divide into groups of {size}")
     return size
 
 
@@ -134,14 +136,20 @@ class _StoredZeros:
 class _PackedZeros:
     """rows -> int16 (rows, groups), from words packed along the rows."""
 
-    def __init__(self, module: Module, ref: TensorRef, args: QuantArgs, shape: tuple[int, int], group: int) -> None:
+    def __init__(self, module: Module, ref: TensorRef, args: QuantArgs, shape: tuple[int, int], group: int,
+                 dense: bool) -> None:
         groups = shape[1] // group
         if args.symmetric or args.strategy == "tensor":
             raise SchemeError(f"{ref}: packed zero points, but config says {args}")
         if len(ref.shape) != 2 or ref.shape[1] != groups:
             raise CheckpointError(f"{ref}: expected shape [words, {groups}] for {args} of a weight {list(shape)}")
         self.array, self.ref, self.rows, self.bits = module.checkpoint.array, ref, shape[0], args.num_bits
-        self.dense = is_dense(ref, 0, shape[0], args.num_bits)
+        # Packed as the codes are; a row of codes within one word is the same either way and does not tell.
+        self.dense = dense if shape[1] > 32 // self.bits else is_dense(ref, 0, shape[0], self.bits)
+        words = word_count(shape[0], self.bits, self.dense)
+        if ref.shape[0] != words:
+            raise CheckpointError(f"{ref}: {shape[0]} zero points of {self.bits} bits take {words} words along the "
+                                  f"rows, found {ref.shape[0]}")
 
     def __call__(self, rows: Rows) -> np.ndarray:
         low, high, index = bounds(rows, self.rows)
@@ -149,7 +157,7 @@ class _PackedZeros:
         first, last = low // each, -(-high // each)
         some = self.array(self.ref)[first * words:last * words].T
         values = unpack(np.ascontiguousarray(some), self.bits, high - first * each, self.dense)
-        zeros = values[:, low - first * each:].T[index].astype(np.int16)
+        zeros: np.ndarray = values[:, low - first * each:].T[index].astype(np.int16)
         zeros -= np.int16(1 << self.bits - 1)
         return zeros
 

@@ -105,11 +105,11 @@ def _encode(tile: Fp8) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     grid = np.ascontiguousarray(tile.codes.reshape(-1, BLOCK).T)
     scale = _block_scales(tile)
     values = np.take(VALUES[tile.kind], grid, mode="clip")
-    values *= scale
+    with np.errstate(over="ignore"):
+        values *= scale
     top = (grid & 0x7F).max(0)
-    largest = VALUES[tile.kind][top] * scale
+    largest = np.abs(values).max(0)
     if scale.ndim > 1:
-        largest = np.abs(values).max(0)
         scale = np.take_along_axis(scale, np.abs(values).argmax(0)[None], 0)[0]
     if largest.max() > _TOO_LARGE:
         raise PlanError(f"values up to {largest.max():g} lie beyond Q8_0, whose FP16 scale ends at 65504; "
@@ -177,7 +177,8 @@ def _best(guesses: np.ndarray, values: np.ndarray) -> np.ndarray:
         np.clip(q, -127, 127, out=q)
         np.subtract(ratio, q, out=ratio)
         squares: np.ndarray = np.einsum("ij,ij->j", ratio, ratio)
-        return squares * (d * d)
+        squares *= d * d
+        return squares
 
     errors = np.stack([error(d) for d in guesses])
     choice = errors.argmin(0)[None]

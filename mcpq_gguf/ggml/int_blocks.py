@@ -18,7 +18,7 @@ Kernel = Callable[[IntCodes, np.float32, np.ndarray], None]
 
 
 def q4_0(codes: IntCodes) -> np.ndarray:
-    """Q4_0: d, then code + 8 in nibbles paired as (j, j + 16)."""
+    """Q4_0: d, then (code - zero) + 8 in nibbles paired as (j, j + 16)."""
     return _encode(codes, "Q4_0", _q4_0)
 
 
@@ -61,10 +61,11 @@ def _encode(codes: IntCodes, kind: str, kernel: Kernel) -> np.ndarray:
 
 
 def _q4_0(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
-    if codes.zeros is not None:
-        raise PlanError("Q4_0 has no zero points")
     _halves(codes, codes.scales / factor, out[:, :, :2], "scales")
-    _nibbles(codes, 8, out[:, :, 2:])
+    if codes.zeros is None:
+        _nibbles(codes, 8, out[:, :, 2:])
+    else:  # codes of 2 and 3 bits less their zero points are codes of 4
+        _put(_pair(_unsigned(codes.multiples(8), 16)), out[:, :, 2:])
 
 
 def _q4_1(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
@@ -75,13 +76,13 @@ def _q4_1(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
 
 def _q5_0(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
     _halves(codes, codes.scales / factor, out[:, :, :2], "scales")
-    _five_bits(codes.multiples(16), out[:, :, 2:])
+    _five_bits(_unsigned(codes.multiples(16), 32), out[:, :, 2:])
 
 
 def _q5_1(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
     _halves(codes, codes.scales / factor, out[:, :, :2], "scales")
     _halves(codes, _minimums(codes, factor), out[:, :, 2:4], "minimums")
-    _five_bits(codes.codes() - np.int8(signed_limits(codes.bits)[0]), out[:, :, 4:])
+    _five_bits((codes.codes() - np.int8(signed_limits(codes.bits)[0])).view(np.uint8), out[:, :, 4:])
 
 
 def _q8_0(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
@@ -154,9 +155,16 @@ def _nibbles(codes: IntCodes, offset: int, out: np.ndarray) -> None:
         _put(_pair((codes.stored + np.int8(offset)).view(np.uint8)), out)
 
 
+def _unsigned(values: np.ndarray, limit: int) -> np.ndarray:
+    """int8 as contiguous uint8; PlanError where a value is not in 0 ... limit - 1."""
+    out: np.ndarray = np.ascontiguousarray(values).view(np.uint8)
+    if out.size and int(out.max()) >= limit:
+        raise PlanError(f"codes less zero points do not fit into {limit} values")
+    return out
+
+
 def _five_bits(values: np.ndarray, out: np.ndarray) -> None:
-    """Values 0 ... 31, (rows, columns), as 4 bytes of high bits and 16 of nibbles: `out`, uint8 (rows, blocks, 20)."""
-    values = np.ascontiguousarray(values).view(np.uint8)
+    """uint8 0 ... 31, (rows, columns), as 4 bytes of high bits and 16 of nibbles: `out`, uint8 (rows, blocks, 20)."""
     _put(np.packbits((values >> np.uint8(4)).reshape(-1), bitorder="little"), out[:, :, :4])
     _put(_pair(values & np.uint8(15)), out[:, :, 4:])
 

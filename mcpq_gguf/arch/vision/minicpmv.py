@@ -117,7 +117,8 @@ def _check(top: Hparams, vision: Hparams, images: Hparams) -> None:
         raise UnsupportedArchitecture(f"{images.where}.rescale_factor is {factor!r}; llama.cpp divides pixels by 255")
     hidden, heads = vision.integer("hidden_size", 768), vision.integer("num_attention_heads", 12)
     if hidden % heads:
-        raise UnsupportedArchitecture(f"{vision.where}: hidden_size {hidden} is no multiple of the {heads} heads")
+        raise UnsupportedArchitecture(f"{vision.where}: hidden_size {hidden} is no multiple of "
+                                      f"num_attention_heads {heads}")
     if vision.integer("intermediate_size", 3072) == hidden:
         raise UnsupportedArchitecture(f"{vision.where}: intermediate_size equals hidden_size ({hidden}); llama.cpp "
                                       "would take the two MLP matrices for swapped")
@@ -178,8 +179,8 @@ def _attention(name: str, module: str, hidden: int) -> list[Need]:
 def _tower(vision: Hparams, source: str) -> list[Need]:
     """Patches, positions, layers, last norm.
 
-    The patch kernel is F32 in every file, as in those of llama.cpp's converter: ggml_conv_2d makes it the second operand
-    of a matrix product, which not every backend and build takes in BF16, and no tower is larger for it by 2 MB.
+    The patch kernel is F32 in every file, as in those of llama.cpp's converter: ggml_conv_2d makes it the second
+    operand of a matrix product, which not every backend and build takes in BF16. It costs a megabyte or two.
     """
     hidden, inner, patch = (vision.integer(k, d) for k, d in (
         ("hidden_size", 768), ("intermediate_size", 3072), ("patch_size", 16)))
