@@ -124,7 +124,8 @@ def _encode(tile: Fp8) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # Half of it cuts a largest number of 128 steps off at 127, and is right for all others.
     guesses = np.stack([fine * np.float32(0.5), fine, *(largest / np.float32(n) for n in _LARGEST)])
     d = np.where(exact, d, _best(_f16(guesses), values))
-    d[largest == 0] = 0
+    empty = largest == 0
+    d[empty], exact[empty] = 0, True
     out = np.empty((len(d), 2 + BLOCK), np.uint8)
     out[:, :2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
     q = _quants(values, d, np.empty_like(values)).astype(np.int8)
