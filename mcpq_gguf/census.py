@@ -6,7 +6,7 @@ from typing import Any
 
 from .convert import Prepared, exactness
 from .formats import SourceWeight
-from .plan import Entry
+from .manifest import tensor
 
 
 @dataclass(frozen=True, order=True)
@@ -65,13 +65,6 @@ def report(prepared: Prepared, tensors: bool = False) -> dict[str, Any]:
     if tensors:
         out["tensors"] = [tensor(e) for plan in prepared.plans for e in plan.entries]
     return out
-
-
-def tensor(entry: Entry) -> dict[str, Any]:
-    """One planned tensor as JSON-ready data."""
-    return {"name": entry.name, "type": entry.type, "shape": list(entry.shape), "bytes": entry.nbytes,
-            "offset": entry.offset, "exactness": entry.exactness.value, "why": entry.reason,
-            "sources": len(entry.parts), "first_source": entry.parts[0].module}
 
 
 def _scheme(weight: SourceWeight) -> tuple[str, str]:

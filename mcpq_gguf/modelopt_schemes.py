@@ -25,6 +25,7 @@ _ALGORITHMS: dict[str, tuple[str, QuantArgs, QuantArgs | None]] = {
     "FP8": ("modelopt-fp8", _FP8, _FP8),
     "FP8_PER_CHANNEL_PER_TOKEN": ("modelopt-fp8", QuantArgs(8, "float", "channel"),
                                   QuantArgs(8, "float", "token", dynamic=True)),
+    "MXFP8": ("modelopt-mxfp8", QuantArgs(8, "float", "group", 32), QuantArgs(8, "float", "group", 32, dynamic=True)),
     "FP8_PB_WO": ("modelopt-fp8", QuantArgs(8, "float", "block", block=(128, 128)), None),
 }
 _MODELOPT_KEYS = {"quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "group_size", "producer",
@@ -39,6 +40,10 @@ class LayerSchemes(Schemes):
     """Schemes where the config names each quantized layer; a layer's scheme holds for everything below it."""
 
     layers: Mapping[str, Scheme] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[Scheme, ...]:
+        return (*(g.scheme for g in self.groups), *self.layers.values())
 
     def resolve(self, module: str) -> Scheme | None:
         names = (module, *aliases(module))
@@ -114,12 +119,13 @@ def parse_fp8(config: dict[str, Any]) -> Schemes:
 
 
 def _scheme(algorithm: Any, where: str, group_size: Any) -> Scheme:
-    if algorithm not in _ALGORITHMS:
+    found = str(algorithm).upper()  # some versions write FP8_PB_WO in lower case
+    if found not in _ALGORITHMS:
         hint = ("; AWQ's pre_quant_scale multiplies the activations, which llama.cpp does not do"
-                if "AWQ" in str(algorithm) else "")
+                if "AWQ" in found else "")
         raise UnsupportedFormat(f"quantization_config: {where} has quant_algo {algorithm!r}; known are "
                                 f"{', '.join(_ALGORITHMS)}{hint}")
-    fmt, weights, inputs = _ALGORITHMS[algorithm]
+    fmt, weights, inputs = _ALGORITHMS[found]
     if weights.group_size and group_size not in (None, weights.group_size):
         raise SchemeError(f"quantization_config: {where} has group_size {group_size!r}; {algorithm} has "
                           f"{weights.group_size}")

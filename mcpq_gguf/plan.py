@@ -18,7 +18,7 @@ from .arch.layout import AS_IS, Layout
 from .errors import PlanError
 from .formats import SourceWeight
 from .ggml.encode import row_bytes
-from .ggml.metadata import Metadata, array, encode_string
+from .ggml.metadata import Metadata, Value, array, encode_string
 
 ALIGNMENT = 32
 FLOATS = ("F32", "BF16", "F16")
@@ -114,14 +114,44 @@ def plan_entries(model: Model, weights: Mapping[str, SourceWeight], policy: Poli
     return entries
 
 
+def split_entries(entries: Sequence[Entry], size: int) -> list[list[Entry]]:
+    """Entries in runs of at most `size` bytes of data each, in order; one entry alone may be larger."""
+    runs: list[list[Entry]] = [[]]
+    held = 0
+    for e in entries:
+        if runs[-1] and held + _align(e.nbytes) > size:
+            runs.append([])
+            held = 0
+        runs[-1].append(e)
+        held += _align(e.nbytes)
+    return runs
+
+
+def layout_shards(name: str, metadata: Metadata, entries: Sequence[Entry], size: int | None) -> list[FilePlan]:
+    """One file, or several by GGUF's split convention (`-00001-of-00003`, split.* keys; all others in the first)."""
+    runs = split_entries(entries, size) if size else [list(entries)]
+    if len(runs) == 1:
+        return [layout_file(name, metadata, entries)]
+    out = []
+    for number, run in enumerate(runs):
+        keys = {"split.no": Value(GGUFValueType.UINT16, number), "split.count": Value(GGUFValueType.UINT16, len(runs)),
+                "split.tensors.count": Value(GGUFValueType.INT32, len(entries))}
+        shard = f"{name.removesuffix('.gguf')}-{number + 1:05d}-of-{len(runs):05d}.gguf"
+        out.append(layout_file(shard, (metadata if number == 0 else {}) | keys, run))
+    return out
+
+
+def tags(entries: Sequence[Entry]) -> Metadata:
+    """The keys that keep llama.cpp from rounding activations to 4 bits beside weight-only FP4 codes."""
+    tagged = [e for e in entries if e.weight_only]
+    return {
+        "general.tensor_extra.name": array(GGUFValueType.STRING, [e.name for e in tagged]),
+        "general.tensor_extra.prec_a4": array(GGUFValueType.BOOL, [False] * len(tagged)),
+    } if tagged else {}
+
+
 def layout_file(name: str, metadata: Metadata, entries: Sequence[Entry]) -> FilePlan:
     """Give every entry its offset and encode the header."""
-    tagged = [e for e in entries if e.weight_only]
-    if tagged:
-        metadata = metadata | {
-            "general.tensor_extra.name": array(GGUFValueType.STRING, [e.name for e in tagged]),
-            "general.tensor_extra.prec_a4": array(GGUFValueType.BOOL, [False] * len(tagged)),
-        }
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(entries), len(metadata)))
     for key, value in metadata.items():
         header += encode_string(key) + value.encode()
@@ -210,7 +240,8 @@ def _carry(need: Need, weights: list[SourceWeight], kind: str, columns: int) -> 
     if kind == "F32":
         return kind, Exactness.F32, "decoded"
     if kind == "BF16":
-        return kind, Exactness.BF16, "decoded and rounded to BF16"
+        why = next((c.why for c in carries if c.why), "decoded and rounded to BF16")
+        return kind, Exactness.BF16, why
     return kind, Exactness.LOSSY, f"decoded and rounded to {kind}"
 
 

@@ -26,7 +26,7 @@ from .plan import Exactness, FilePlan
 from .transcode import Importance, Result, Step, prefetch, steps, transcode
 
 Progress = Callable[[int], object]
-JOURNAL_SECONDS = 5.0
+JOURNAL_SECONDS = float(os.environ.get("MCPQ_JOURNAL_SECONDS", 5))  # between two entries of the journal
 WINDOW = 32 << 20  # bytes of a file that are written back and dropped from the page cache together
 BEHIND = 4         # windows after which a window should be clean
 
@@ -41,11 +41,14 @@ class Finished:
     losses: Mapping[str, Loss]
 
 
-def check_space(folder: Path, nbytes: int) -> None:
-    """WriteError when the file system that holds `folder` has less free space than `nbytes`."""
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise WriteError(f"{folder}: {nbytes:,} bytes are to be written, {free:,} are free; "
+def check_space(paths: Sequence[Path], plans: Sequence[FilePlan]) -> None:
+    """WriteError when the file system has less free space than the files need, less what lies there half written."""
+    folder = paths[0].parent
+    partial = [path.with_name(path.name + ".partial") for path in paths]
+    held = sum(p.stat().st_blocks * 512 for p in partial if p.exists())
+    need, free = sum(p.nbytes for p in plans) - held, shutil.disk_usage(folder).free
+    if free < need:
+        raise WriteError(f"{folder}: {need:,} bytes are to be written, {free:,} are free; "
                          "free some space or choose another -o")
 
 

@@ -1,7 +1,9 @@
 """Checkpoints of a few tensors, written with safetensors' own writer and opened as the program opens them."""
 
 import json
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,7 @@ def write(tensors: Mapping[str, torch.Tensor], config: dict[str, Any] | None, si
     if side is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(side))
     checkpoint = open_checkpoint(folder)
-    for tensor in checkpoint.tensors.values():  # map the file before it is unlinked
-        checkpoint.array(tensor)
-        break
-    for file in folder.iterdir():
-        if file.suffix == ".safetensors":
-            file.unlink()
+    weakref.finalize(checkpoint, shutil.rmtree, folder, ignore_errors=True)
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""FP8: BF16 is compressed-tensors' own decompression bit for bit, Q8_0 is exact wherever some FP16 scale makes it so."""
+"""FP8: BF16 is compressed-tensors' own decompression bit for bit; Q8_0 is exact wherever an FP16 scale makes it so."""
 
 from typing import Any
 
@@ -225,6 +225,17 @@ def test_deepseek_blocks_multiply(shape: tuple[int, int]) -> None:
     assert source.format == "fp8"
 
 
+def test_deepseek_scales_as_powers_of_two() -> None:
+    weight = torch.full((129, 5), 1.5).to(torch.float8_e4m3fn)
+    powers = torch.tensor([[126], [1]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    config = deepseek(weight_block_size=[128, 128], scale_fmt="ue8m0")
+    read = open_module({"weight": weight, "weight_scale_inv": powers}, config).read(slice(127, 129)).dequantize()
+    np.testing.assert_array_equal(read, np.repeat([[0.75], [1.5 * 2.0**-126]], 5, 1))
+    powers.view(torch.uint8)[1] = 255
+    with pytest.raises(CheckpointError, match="row 1, column 0 is inf"):
+        open_module({"weight": weight, "weight_scale_inv": powers}, config).read(slice(127, 129))
+
+
 @pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_fp8_with_one_scale(suffix: str, shape: tuple[int, ...]) -> None:
@@ -277,7 +288,7 @@ def args(**keys: Any) -> dict[str, Any]:
     ({}, args(strategy="block", block_structure=[2, 32]), CheckpointError, r"expected shape \[2, 2\].*block of 2 x 32"),
     ({}, args(strategy="group", group_size=48), CheckpointError, "64 columns do not divide into groups of 48"),
     ({}, args(strategy="token"), UnsupportedFormat, "known are tensor, channel, group and block"),
-    ({"weight_scale": torch.ones(4, 1).int()}, args(), UnsupportedFormat, "expected dtype F32 or BF16 or F16"),
+    ({"weight_scale": torch.ones(4, 1).int()}, args(), UnsupportedFormat, "expected dtype F32 or BF16"),
     ({"weight_scale": scale_with(float("nan"))}, args(), CheckpointError, "row 3, column 0 is nan"),
     ({"weight_scale": scale_with(float("inf"))}, args(), CheckpointError, "row 3, column 0 is inf"),
     ({"weight_scale": scale_with(-1)}, args(), CheckpointError, "row 3, column 0 is -1"),

@@ -28,7 +28,7 @@ from mcpq_gguf.checkpoint import open_checkpoint
 from mcpq_gguf.errors import CheckpointError, McpqError, PlanError, SchemeError, UnsupportedFormat
 from mcpq_gguf.formats import FormatOptions, SourceWeight, open_weights
 from mcpq_gguf.formats.codes import Dense
-from mcpq_gguf.formats.fp16 import span
+from mcpq_gguf.formats.fp16 import count_unfit, span
 from mcpq_gguf.formats.intcodes import KINDS, IntCodes, common_unit
 from mcpq_gguf.ggml.encode import encode
 from mcpq_gguf.ggml.int_blocks import q4_0
@@ -345,6 +345,17 @@ def test_the_power_that_is_found_is_exact_and_one_is_found_where_there_is_one(va
             assert np.isfinite(np.ldexp(numbers.astype(np.float64), -power).astype(np.float16)).all()
 
 
+def test_which_bf16_and_f16_scales_are_fp16_numbers() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        values = every.view(dtype).float()
+        fit = torch.isfinite(values.half()) & (values.half().float() == values)
+        raw = every.view(dtype).view(torch.int16).numpy().view(np.uint16)
+        raw = raw.view(np.float16) if name == "F16" else raw
+        assert [count_unfit(raw[i:i + 1], name) == 0 for i in range(len(raw))] == fit.tolist()
+        assert count_unfit(raw, name) == int((~fit).sum())
+
+
 def test_scales_beyond_fp16_are_never_saturated() -> None:
     codes = IntCodes(np.ones((1, 32), np.int8), np.full((1, 1), 1e6, np.float32), 8, 32)
     for kind in KINDS:
@@ -374,6 +385,18 @@ def zeroed(tmp_path: Path, zeros: list[int], scale: float, option: str = "exact"
 def test_zero_points(tmp_path: Path, zeros: list[int], scale: float, option: str, kinds: list[str]) -> None:
     weight = zeroed(tmp_path, zeros, scale, option)
     assert [c.type for c in weight.carries()] == [*kinds, "BF16"]
+
+
+def test_groups_of_16_with_one_scale_and_two_zero_points(tmp_path: Path) -> None:
+    codes = torch.from_numpy(np.random.default_rng(0).integers(-8, 8, (32, 64)).astype(np.int8))
+    zero = torch.tensor([[1, -2, 3, 3]] * 32, dtype=torch.int8)
+    tensors = {"weight_packed": pack_to_int32(codes, 4), "weight_shape": torch.tensor(codes.shape),
+               "weight_scale": torch.tensor([[1, 1, .5, .5]] * 32).bfloat16(),
+               "weight_zero_point": pack_to_int32(zero, 4, packed_dim=0)}
+    config = weights_config("pack-quantized", strategy="group", group_size=16, symmetric=False)
+    weight = opened(tmp_path, tensors, config)
+    assert [(c.type, c.exact) for c in weight.carries()[:2]] == [("Q5_0", True), ("Q8_0", True)]
+    check_carries(weight, reference(codes, tensors["weight_scale"], zero))
 
 
 def test_five_bits_with_zero_points_go_to_q5_1(tmp_path: Path) -> None:
@@ -530,10 +553,11 @@ def test_transforms_and_dequantize_commute(rows: int, bits: int, group: int, wid
                                       half_scales.dequantize())
 
 
-def test_a_permutation_that_cuts_blocks_is_refused_where_scales_differ() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_permutation_that_cuts_blocks_is_refused_where_scales_differ(kind: str) -> None:
     codes = IntCodes(np.ones((2, 64), np.int8), np.array([[1, 2], [3, 4]], np.float32), 4, 32)
     with pytest.raises(PlanError, match="groups with different scales meet within blocks of 32"):
-        encode(codes.permute_columns(np.array([2, 0, 1, 3]), 16), "Q4_0")
+        encode(codes.permute_columns(np.array([2, 0, 1, 3]), 16), kind)
 
 
 # -- malformed ---------------------------------------------------------------------------------------------------------

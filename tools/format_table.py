@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the table of docs/formats.md: every format and granularity, quantized from random weights, and how it is carried.
+"""Write the table of docs/formats.md: each format and granularity, from random weights, and how it is carried.
 
     format_table.py            print the table
     format_table.py --write    put it into docs/formats.md between its two marks
     format_table.py --check    exit 1 when docs/formats.md has another table
 
-Weights are normal random numbers, quantized by compressed-tensors' own compressors with min-max scales in BF16. Exactness
+Weights are normal random numbers, quantized by compressed-tensors with min-max scales in BF16. Exactness
 is recomputed here: the blocks as gguf's dequantizer reads them, times the factor, against code x scale in float64.
 """
 
@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
@@ -41,7 +44,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
     *(("pack-quantized", {"num_bits": b, "type": "int", "strategy": s, "group_size": g, "symmetric": y})
       for y in (True, False) for b in (4, 8) for s, g in INT),
-    *(("pack-quantized", {"num_bits": b, "type": "int", "strategy": "group", "group_size": 128}) for b in (2, 3, 5, 6, 7)),
+    *(("pack-quantized", {"num_bits": b, "type": "int", "strategy": "group", "group_size": 128})
+      for b in (2, 3, 5, 6, 7)),
     *(("int-quantized", {"num_bits": 8, "type": "int", "strategy": s, "group_size": g})
       for s, g in (("tensor", None), ("channel", None), ("group", 128))),
     *(("float-quantized", {"num_bits": 8, "type": "float", "strategy": s, "group_size": g})
@@ -52,7 +56,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def quantized(fmt: str, args: dict[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The stored tensors of `weight` as compressed-tensors' compressor of the format makes them."""
-    from compressed_tensors.quantization.utils import generate_gparam
     q = QuantizationArgs(**args)
     rows, columns = weight.shape
     groups = {"tensor": (1, 1), "channel": (rows, 1)}.get(args["strategy"])
@@ -97,17 +100,16 @@ def carried(fmt: str, args: dict[str, Any]) -> tuple[str, str, str]:
         if np.array_equal(got, want):
             return carry.type, "exact", carry.why
         if carry.type == "BF16":
-            same = np.array_equal(got.astype(np.float32), torch.from_numpy(want).to(torch.float32).bfloat16().float())
-            return carry.type, "bf16" if same or not carry.exact else "differs", "GGML has no such type"
+            scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=fmt)
+            theirs = BaseCompressor.get_value_from_registry(fmt).decompress(dict(tensors), scheme)["weight"]
+            same = np.array_equal(got, theirs.bfloat16().double().numpy())
+            return carry.type, "bf16" if same else "differs", carry.why
         error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want ** 2))
         return carry.type, f"lossy, RMS {error:.1e}", carry.why
 
 
 def reference(fmt: str, args: dict[str, Any], tensors: dict[str, torch.Tensor]) -> np.ndarray:
     """(code - zero point) x scale in float64, unpacked by compressed-tensors."""
-    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     scale = tensors["weight_scale"]
     zero = None
     if "fp4" in fmt:

@@ -199,7 +199,8 @@ def _moe(h: Hparams, mlp: str, blk: str) -> list[Need]:
         _need(blk + "ffn_gate_inp", "router", (n, hidden), mlp + "gate"),
         experts("gate", "expert_gate", (inner, hidden), half(0)),
         experts("up", "expert_up", (inner, hidden), half(1)),
-        experts("down", "expert_down", (hidden, inner), (Part(mlp + "experts.down_proj"),)),
+        experts("down", "expert_down", (hidden, inner), tuple(
+            Part(mlp + "experts.down_proj", e * hidden, (e + 1) * hidden) for e in range(n))),
         _need(blk + "ffn_gate_inp_shexp", "shared_router", (hidden,), mlp + "shared_expert_gate"),
         _need(blk + "ffn_gate_shexp", "shared_gate", (shared, hidden), mlp + "shared_expert.gate_proj"),
         _need(blk + "ffn_up_shexp", "shared_up", (shared, hidden), mlp + "shared_expert.up_proj"),

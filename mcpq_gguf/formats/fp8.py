@@ -3,7 +3,8 @@
 Three writers store them almost alike, and the scheme's format says which it is:
 float-quantized, naive-quantized  compressed-tensors/compressors/naive_quantized: `weight`, `weight_scale`
 fp8           DeepSeek's `quant_method: fp8`: `weight_scale_inv`, one number per `weight_block_size`; or a single
-              `weight_scale`. Despite the name it multiplies (transformers, integrations/finegrained_fp8.py).
+              `weight_scale`. Despite the name it multiplies (transformers, integrations/finegrained_fp8.py). float32,
+              or E8M0 bytes
 modelopt-fp8  NVIDIA ModelOpt: `weight_scale`, a single float32, one a row, or blocks with axes of length 1 between
 A value is code x scale. `input_scale` and `activation_scale` (static FP8 activations) are taken, noted and left
 out: llama.cpp rounds activations in its own way.
@@ -19,11 +20,11 @@ from ..errors import CheckpointError, UnsupportedFormat
 from ..schemes import QuantArgs
 from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme, stored_row
 from .codes import bf16_to_f32
-from .fp8codes import LARGEST, Fp8, Kind, ScaleDtype
+from .fp8codes import LARGEST, Fp8, Kind, ScaleDtype, e8m0
 
 FORMATS = ("float-quantized", "naive-quantized", "fp8", "modelopt-fp8")
 WEIGHT_DTYPES: dict[str, Kind] = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
-_SCALE_DTYPES: dict[str, ScaleDtype] = {"F32": "F32", "BF16": "BF16", "F16": "F16"}
+_SCALE_DTYPES: dict[str, ScaleDtype] = {"F32": "F32", "BF16": "BF16", "F16": "F16", "F8_E8M0": "F32"}
 ACTIVATION_SCALES = frozenset({"input_scale", "activation_scale"})
 _SUFFIXES = frozenset({"weight", "weight_scale", "weight_scale_inv"}) | ACTIVATION_SCALES
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -52,7 +53,8 @@ def open_fp8(module: Module) -> SourceWeight:
     def read(rows: Rows) -> Fp8:
         index = rows if block[0] == 1 else np.arange(weight.shape[0])[rows] // block[0]
         raw = array(scale).reshape(grid)[index]
-        values = bf16_to_f32(raw) if scale.dtype == "BF16" else raw.astype(np.float32)
+        decode = {"BF16": bf16_to_f32, "F8_E8M0": e8m0}.get(scale.dtype)
+        values = decode(raw) if decode else raw.astype(np.float32)
         check_scales(values, index, scale)
         return checked(Fp8(array(weight)[rows], values, (1, block[1]), kind, scale_dtype), rows, weight)
 

@@ -22,6 +22,13 @@ LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
 _FIRST_NAN = {"E4M3": 0x7F, "E5M2": 0x7C}  # of the byte without its sign; E5M2's 0x7C is infinity
 
 
+def e8m0(scales: np.ndarray) -> np.ndarray:
+    """float32 2^(byte - 127) of uint8; exact, 0 and 1 included (2^-127 is subnormal). 255 is NaN, and infinite here."""
+    with np.errstate(over="ignore"):
+        values: np.ndarray = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    return values
+
+
 @dataclass(frozen=True)
 class Fp8:
     """E4M3 (FN) or E5M2 bytes with a float32 scale for each tile of `block` = (height, width) numbers.

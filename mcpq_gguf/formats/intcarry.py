@@ -85,7 +85,8 @@ def open_int(source: IntSource) -> SourceWeight:
         factors = {c.type: c.factor or _ONE for c in carries() if c.type in KINDS}
         zeros = source.zeros(rows) if source.zeros is not None and facts().zeros != (0, 0) else None
         return IntCodes(source.codes(rows), floats(source.scales(rows), source.scale.dtype), source.bits, source.group,
-                        zeros, source.index, factors)
+                        zeros, source.index, factors,
+                        "refuse" if not facts().mixed else "unit" if facts().units else "round")
 
     return SourceWeight(module.name, source.format, source.shape, tuple(module.params.values()), read, carries,
                         scheme=module.scheme, notes=source.notes)
@@ -174,8 +175,7 @@ def _blocks(facts: Facts, source: IntSource, scales: np.ndarray, zeros: np.ndarr
     ragged = zeros is not None and codes.per_block(zeros) is None
     units = facts.units
     if mixed:
-        low, high = signed_limits(source.bits)
-        largest = max(abs(low - facts.zeros[1]), abs(high - facts.zeros[0]))
+        largest = 1 << source.bits - (source.zeros is None)
         for start in range(0, len(scales), 64):
             some = codes.take(slice(start, start + 64))
             _, multiples = common_unit(some.per_column(some.scales).reshape(-1, columns // BLOCK, BLOCK))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class IntCodes:
              columns' own order
     factors  GGML type -> power of two that the scales are divided by in it; a type that is not there does not hold the
              codes
+    mixed    what Q8_0 does with blocks in which groups with different scales meet: "refuse" them, take the "unit" of
+             which all their values are multiples, or "round" them
     """
 
     stored: np.ndarray
@@ -38,6 +41,7 @@ class IntCodes:
     zeros: np.ndarray | None = None
     index: np.ndarray | None = None
     factors: Mapping[str, np.float32] = field(default_factory=lambda: dict.fromkeys(KINDS, _ONE))
+    mixed: Literal["refuse", "unit", "round"] = "refuse"
 
     @property
     def paired(self) -> bool:

@@ -2,7 +2,8 @@
 
 mxfp4-pack-quantized  compressed-tensors/compressors/mxfp4: `weight_packed` uint8 (rows, columns / 2), E2M1, even
                       column in the low nibble; `weight_scale` uint8 (rows, columns / 32)
-mxfp8-quantized       compressed-tensors/compressors/mxfp8: `weight` E4M3, `weight_scale` as above
+mxfp8-quantized       compressed-tensors/compressors/mxfp8: `weight` E4M3, `weight_scale` as above;
+modelopt-mxfp8        NVIDIA ModelOpt stores the same
 A scale is 2^(byte - 127); 255 is NaN (OCP Microscaling Formats v1.0, section 5.4.1), which GGML would read as 2^128.
 """
 
@@ -16,19 +17,13 @@ from ..schemes import Scheme
 from . import Carry, Format, Module, Rows, SourceWeight, always, require_scheme, stored_row
 from .codes import Fp4
 from .fp8 import WHY, check_args, checked, need_matrix, refuse_others
-from .fp8codes import Fp8
+from .fp8codes import Fp8, e8m0
 
 GROUP = 32
 _SCALE_DTYPES = ("U8", "F8_E8M0")
 _MXFP4 = frozenset({"weight_packed", "weight_scale"})
 _MXFP8 = frozenset({"weight", "weight_scale"})
 _LARGE = 253  # from this scale byte on the largest E2M1 code, 6, goes beyond float32
-
-
-def e8m0(scales: np.ndarray) -> np.ndarray:
-    """float32 2^(byte - 127) of uint8; exact, 0 and 1 included (2^-127 is subnormal). 255 is not expected here."""
-    values: np.ndarray = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-    return values
 
 
 def _matches_fp4(params: Mapping[str, TensorRef]) -> bool:
@@ -44,7 +39,7 @@ def _open_fp4(module: Module) -> SourceWeight:
     refuse_others(module, _MXFP4)
     packed = need_matrix(module, "weight_packed", ("U8",))
     columns = packed.shape[1] * 2
-    scheme, scale = _scales(module, packed, columns, "MXFP4", "mxfp4-pack-quantized", 4)
+    scheme, scale = _scales(module, packed, columns, "MXFP4", ("mxfp4-pack-quantized",), 4)
     array = module.checkpoint.array
 
     def read(rows: Rows) -> Fp4:
@@ -64,7 +59,7 @@ def _open_fp4(module: Module) -> SourceWeight:
 def _open_fp8(module: Module) -> SourceWeight:
     refuse_others(module, _MXFP8)
     weight = need_matrix(module, "weight", ("F8_E4M3",))
-    scheme, scale = _scales(module, weight, weight.shape[1], "MXFP8", "mxfp8-quantized", 8)
+    scheme, scale = _scales(module, weight, weight.shape[1], "MXFP8", ("mxfp8-quantized", "modelopt-mxfp8"), 8)
     array = module.checkpoint.array
 
     def read(rows: Rows) -> Fp8:
@@ -76,17 +71,17 @@ def _open_fp8(module: Module) -> SourceWeight:
                         always(Carry("BF16", exact=False, why=WHY)), scheme=scheme)
 
 
-def _scales(module: Module, codes: TensorRef, columns: int, storage: str, name: str, bits: int
+def _scales(module: Module, codes: TensorRef, columns: int, storage: str, names: tuple[str, ...], bits: int
             ) -> tuple[Scheme, TensorRef]:
     """The scheme and the scales of a module, checked against the codes and the config."""
     if columns % GROUP:
         raise CheckpointError(f"{codes}: {columns} columns do not divide into groups of {GROUP}")
     scale = module.need("weight_scale", _SCALE_DTYPES, (codes.shape[0], columns // GROUP))
-    scheme = require_scheme(module, storage, (name,))
-    check_args(module, scheme.weights, name, bits)
+    scheme = require_scheme(module, storage, names)
+    check_args(module, scheme.weights, scheme.format, bits)
     if scheme.weights.group_size != GROUP:
-        raise UnsupportedFormat(f"{module.name}: config group {scheme.group} says {scheme.weights} for {name}, "
-                                f"expected groups of {GROUP}")
+        raise UnsupportedFormat(f"{module.name}: config group {scheme.group} says {scheme.weights} for "
+                                f"{scheme.format}, expected groups of {GROUP}")
     return scheme, scale
 
 

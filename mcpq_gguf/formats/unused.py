@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterable
 
-from ..checkpoint import TensorRef
-
 # Scales of a quantized KV cache: parameters of an attention module (compressed-tensors, vLLM) or of its projections
 # (ModelOpt).
 _KV_CACHE = re.compile(r".*attn(\.[kv]_proj)?\.([kvq]_scale|[kv]_zero_point|[kvq]_global_scale|kv_scale)")
@@ -15,9 +13,8 @@ def is_kv_cache_scale(name: str) -> bool:
     return _KV_CACHE.fullmatch(name) is not None
 
 
-def notices(tensors: Iterable[str | TensorRef]) -> tuple[str, ...]:
-    """What to tell the user of such tensors, given all names of a checkpoint."""
-    names = [str(t.name if isinstance(t, TensorRef) else t) for t in tensors]
+def notices(names: Iterable[str]) -> tuple[str, ...]:
+    """What to tell the user of such tensors, given the names of all tensors of a checkpoint."""
     scales = [n for n in names if is_kv_cache_scale(n)]
     if not scales:
         return ()

@@ -40,8 +40,8 @@ def q5_1(codes: IntCodes) -> np.ndarray:
 def q8_0(codes: IntCodes) -> np.ndarray:
     """Q8_0: d, then code - zero as int8.
 
-    Where groups with different scales meet in a block, it takes the number of which all of them are multiples as d;
-    blocks that have none within int8 are rounded to the nearest of 255 steps.
+    Where groups with different scales meet in a block, `codes.mixed` says whether d is the number of which all its
+    values are multiples, or the block is rounded to 255 steps.
     """
     return _encode(codes, "Q8_0", _q8_0)
 
@@ -98,28 +98,24 @@ def _q8_0(codes: IntCodes, factor: np.float32, out: np.ndarray) -> None:
 
 
 def _q8_0_mixed(codes: IntCodes, scales: np.ndarray, out: np.ndarray) -> None:
+    if codes.mixed == "refuse":
+        raise PlanError(f"groups with different scales meet within blocks of {BLOCK}")
     shape = (out.shape[0], -1, BLOCK)
     columns = codes.per_column(scales).reshape(shape)
-    multiples = codes.multiples().reshape(shape).astype(np.int32)
-    values = multiples * columns
-    d = np.abs(values).max(-1, keepdims=True) / np.float32(127)
-    # A unit is rare, and searching for one is slow: only where the first rows have one.
-    if _has_units(columns[:1], multiples[:1]).any():
-        d = np.where(_has_units(columns, multiples), common_unit(columns)[0], d)
-    half = _half(d, "scales")
-    out[:, :, :2] = half.view(np.uint8)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        quotient = np.where(half == 0, np.float32(0), values / half.astype(np.float32))
-    out[:, :, 2:].view(np.int8)[:] = np.clip(np.rint(quotient), -127, 127).astype(np.int8)
-
-
-def _has_units(columns: np.ndarray, multiples: np.ndarray) -> np.ndarray:
-    """bool (rows, blocks, 1): the block's values are multiples, within int8, of an FP16 number."""
-    unit, times = common_unit(columns)
-    small = (np.abs(multiples.astype(np.int64) * times) <= 127).all(-1, keepdims=True)
-    with np.errstate(over="ignore"):
-        found: np.ndarray = small & (unit.astype(np.float16).astype(np.float32) == unit)
-    return found
+    multiples = codes.multiples().reshape(shape)
+    if codes.mixed == "unit":
+        d, times = common_unit(columns)
+        quotient = multiples.astype(np.int64) * times
+        if np.abs(quotient).max() > 127:
+            raise PlanError(f"groups with different scales meet within blocks of {BLOCK}")
+    else:
+        values = multiples * columns
+        d = _half(np.maximum(values.max(-1, keepdims=True), -values.min(-1, keepdims=True)) / np.float32(127), "scales")
+        step = d.astype(np.float32)
+        quotient = np.rint(values / np.where(step == 0, np.float32(np.inf), step))
+        np.clip(quotient, -127, 127, out=quotient)
+    out[:, :, :2] = _half(d, "scales").view(np.uint8)
+    _put(np.ascontiguousarray(quotient.reshape(out.shape[0], -1), np.int8), out[:, :, 2:])
 
 
 def _minimums(codes: IntCodes, factor: np.float32) -> np.ndarray:
