@@ -21,6 +21,7 @@ LOCK = ".mcpq-lock"
 class Progress:
     """A point that all files have reached: steps done in order, and of each file the bytes and their SHA-256.
 
+    files   names of the outputs
     key     identifies checkpoint, plan and program version; another key's progress is of no use
     digests SHA-256 of each file's first `positions` bytes, by which its partial file is recognised
     """
@@ -30,6 +31,7 @@ class Progress:
     positions: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
 
 class Lock:
@@ -59,7 +61,7 @@ def load(folder: Path) -> Progress | None:
         d = json.loads((folder / NAME).read_text())
         losses = {str(name): Loss(**value) for name, value in d["losses"].items()}
         return Progress(str(d["key"]), int(d["done"]), tuple(map(int, d["positions"])), tuple(map(str, d["digests"])),
-                        losses)
+                        losses, tuple(map(str, d["files"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -68,12 +70,19 @@ def save(folder: Path, progress: Progress) -> None:
     """Replace the journal."""
     temporary = folder / (NAME + ".new")
     data = {"key": progress.key, "done": progress.done, "positions": progress.positions, "digests": progress.digests,
-            "losses": {name: asdict(loss) for name, loss in progress.losses.items()}}
+            "files": progress.files, "losses": {name: asdict(loss) for name, loss in progress.losses.items()}}
     with open(temporary, "w") as f:
         json.dump(data, f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, folder / NAME)
+
+
+def discard_partial(folder: Path, progress: Progress) -> None:
+    """Remove the half-written files of a run that will not be continued."""
+    for name in progress.files:
+        if Path(name).name == name:
+            (folder / (name + ".partial")).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:

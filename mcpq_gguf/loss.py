@@ -9,17 +9,25 @@ from gguf.quants import dequantize
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Sums over compared values: `error` and `reference` are sums of squares, `worst` and `largest` maxima of |x|."""
+    """Sums over compared values.
+
+    error, reference  sums of squares of the differences, and of the reference
+    worst, largest    their largest magnitudes
+    blocks, exact     runs of 32 values, and how many of them came out without any difference
+    """
 
     count: int = 0
     error: float = 0.0
     reference: float = 0.0
     worst: float = 0.0
     largest: float = 0.0
+    blocks: int = 0
+    exact: int = 0
 
     def __add__(self, other: "Loss") -> "Loss":
         return Loss(self.count + other.count, self.error + other.error, self.reference + other.reference,
-                    max(self.worst, other.worst), max(self.largest, other.largest))
+                    max(self.worst, other.worst), max(self.largest, other.largest), self.blocks + other.blocks,
+                    self.exact + other.exact)
 
     @property
     def rms(self) -> float:
@@ -32,7 +40,8 @@ class Loss:
         return self.worst / self.largest if self.worst else 0.0
 
     def __str__(self) -> str:
-        return f"RMS {self.rms:.2e}, max {self.maximum:.2e}, relative"
+        share = f", {100 * self.exact / self.blocks:.1f} % of blocks exact" if self.exact else ""
+        return f"RMS {self.rms:.2e}, max {self.maximum:.2e}, relative{share}"
 
 
 def measure(encoded: np.ndarray, kind: str, reference: np.ndarray, factor: float = 1.0) -> Loss:
@@ -40,5 +49,7 @@ def measure(encoded: np.ndarray, kind: str, reference: np.ndarray, factor: float
     got = dequantize(encoded, GGMLQuantizationType[kind]).astype(np.float64) * factor
     want = reference.astype(np.float64).reshape(got.shape)
     difference = np.abs(got - want)
+    runs = difference.reshape(-1, 32) if difference.size % 32 == 0 else difference.reshape(1, -1)
     return Loss(want.size, float(np.square(difference).sum()), float(np.square(want).sum()),
-                float(difference.max(initial=0)), float(np.abs(want).max(initial=0)))
+                float(difference.max(initial=0)), float(np.abs(want).max(initial=0)),
+                len(runs), int(np.count_nonzero(~runs.any(1))))

@@ -49,7 +49,7 @@ def _file(file: Finished, plan: FilePlan, tier: str) -> dict[str, Any]:
     tensors = [tensor(e) for e in plan.entries]
     for t in tensors:
         if loss := file.losses.get(t["name"]):
-            t["loss"] = {"rms": loss.rms, "max": loss.maximum}
+            t["loss"] = {"rms": loss.rms, "max": loss.maximum, "blocks": loss.blocks, "exact_blocks": loss.exact}
     return {"file": file.path.name, "tier": tier, "bytes": file.nbytes, "sha256": file.sha256, "tensors": tensors}
 
 

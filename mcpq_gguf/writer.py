@@ -157,9 +157,11 @@ class _Run:
 
     def _start(self, todo: list[Step], resume: bool, note: Callable[[str], object]) -> int:
         """Open all files; returns the number of steps that an earlier run has done."""
-        earlier = journal.load(self.folder) if resume and self.key else None
+        earlier = journal.load(self.folder)
         if earlier is not None:
-            if earlier.key != self.key:
+            if not resume or not self.key:
+                note("an unfinished run was found here: starting anew, as asked")
+            elif earlier.key != self.key:
                 note("an unfinished run was found here, of another checkpoint, plan or version: starting anew")
             elif len(earlier.positions) == len(self.outputs) and earlier.done <= len(todo) and all(
                     o.reopen(p, d) for o, p, d in zip(self.outputs, earlier.positions, earlier.digests)):
@@ -170,6 +172,7 @@ class _Run:
                 return earlier.done
             else:
                 note("an unfinished run was found here, but its files are not as it left them: starting anew")
+            journal.discard_partial(self.folder, earlier)
         journal.remove(self.folder)
         for output in self.outputs:
             output.close()
@@ -208,7 +211,7 @@ class _Run:
         losses = {f"{file}:{name}": loss for file, d in enumerate(self.losses) for name, loss in d.items()}
         journal.save(self.folder, journal.Progress(
             self.key, self.done, tuple(o.position for o in self.outputs),
-            tuple(o.digest.hexdigest() for o in self.outputs), losses))
+            tuple(o.digest.hexdigest() for o in self.outputs), losses, tuple(o.path.name for o in self.outputs)))
 
     def _finish(self) -> list[Finished]:
         for output in self.outputs:

@@ -1,4 +1,4 @@
-"""`--tiers all`: one pass over the checkpoint, a family of files, each smaller, none better, all served with pictures."""
+"""`--tiers all`: one pass over the checkpoint, a family of files, each smaller, none better, all with pictures."""
 
 import base64
 import hashlib
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_each_tier_is_smaller_served_with_pictures_and_no_better(
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
     vocabulary = next(e.shape[0] for e in ladder[0].plan.entries if e.role == "embedding")
-    prompts = [[i % vocabulary for i in ids] for ids in PROMPTS[3:]]
+    prompts = [[(i + shift) % vocabulary for i in ids] for shift in (0, 501) for ids in PROMPTS[3:]]
     base: list[np.ndarray] = []
     divergence: dict[str, float] = {}
     for tier, path in files.items():
@@ -60,7 +61,8 @@ def test_each_tier_is_smaller_served_with_pictures_and_no_better(
             ours = [server.logprobs(ids, vocabulary) for ids in prompts]
             base = base or ours
             divergence[tier] = float(np.mean([kl(a, b) for a, b in zip(base, ours)]))
-            content = [{"type": "image_url", "image_url": {"url": picture()}}, {"type": "text", "text": "What is this?"}]
+            content = [{"type": "image_url", "image_url": {"url": picture()}},
+                       {"type": "text", "text": "What is this?"}]
             answer = server.post("/v1/chat/completions", {"max_tokens": 4, "messages": [
                 {"role": "user", "content": content}]})
             assert answer["usage"]["completion_tokens"] >= 1
@@ -69,8 +71,8 @@ def test_each_tier_is_smaller_served_with_pictures_and_no_better(
         print(f"\n{ladder[0].checkpoint.path.name}: KL to exact "
               + ", ".join(f"{tier} {d:.1e}" for tier, d in divergence.items()))
     values = list(divergence.values())
-    # No better further down, but for what is within the noise of llama.cpp's rounding of activations.
-    assert all(b >= a * 0.8 - 1e-4 for a, b in zip(values, values[1:]))
+    # No better further down, but for noise: random weights, and routers that are close to a tie.
+    assert all(b >= a * 0.7 - 1e-4 for a, b in pairwise(values))
 
 
 def test_quantized_weights_are_the_same_bytes_in_all_tiers_but_compact(ladder: tuple[Prepared, list[Finished]]) -> None:
@@ -101,8 +103,9 @@ def test_predicted_sizes_and_sums_are_those_of_the_files(ladder: tuple[Prepared,
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of some 60 MB, so that a run takes long enough to be killed."""
-    import make_checkpoint
     from dataclasses import replace
+
+    import make_checkpoint
     dims = replace(make_checkpoint.PRESETS["demo"], hidden=512, moe_inter=256, experts=32, layers=8)
     folder = tmp_path_factory.mktemp("wide") / "wide"
     make_checkpoint.make_checkpoint(folder, dims, "nvfp4", seed=5)
@@ -202,11 +205,16 @@ def test_a_second_run_in_the_same_directory_says_so(wide: Path, tmp_path: Path) 
 
 
 def test_fit_takes_the_best_tier_that_fits(tmp_path: Path) -> None:
-    done = subprocess.run(command(checkpoint("made-nvfp4"), tmp_path, "--fit", "523MiB", "--ctx", "4096", "--stdout-names"),
-                          capture_output=True, text=True, check=False)
+    source = checkpoint("made-nvfp4")
+    listed = subprocess.run([sys.executable, "-m", "mcpq_gguf", "tiers", str(source), "--ctx", "4096", "--json"],
+                            check=True, capture_output=True, text=True)
+    rows = {row["tier"]: row for row in json.loads(listed.stdout)}
+    done = subprocess.run(command(source, tmp_path, "--fit", str(rows["q5"]["memory"]), "--ctx", "4096",
+                                  "--stdout-names"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "taken" in done.stderr
-    assert len(done.stdout.splitlines()) == 2
+    assert "q5 (made-nvfp4-8x2.4M-NVFP4_M.gguf): taken" in done.stderr
+    assert [Path(line).name for line in done.stdout.splitlines()] == [rows["q5"]["file"],
+                                                                       "mmproj-made-nvfp4-8x2.4M-BF16.gguf"]
     done = subprocess.run(command(checkpoint("made-nvfp4"), tmp_path, "--fit", "1MiB"), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 1

@@ -45,7 +45,7 @@ def _open(module: Module) -> SourceWeight:
     def zeros(rows: Rows) -> np.ndarray:
         return unpack_rows(array(zero), rows).astype(np.int16)
 
-    return open_int(IntSource(module, "awq", shape, 4, group, codes, scales, scale, zeros))
+    return open_int(IntSource(module, "awq", shape, scheme, 4, group, codes, scales, scale, zeros))
 
 
 def unpack_rows(words: np.ndarray, rows: Rows) -> np.ndarray:

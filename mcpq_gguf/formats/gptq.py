@@ -71,7 +71,7 @@ def _open(module: Module) -> SourceWeight:
         values -= shift
         return values
 
-    return open_int(IntSource(module, scheme.format, shape, bits, group, codes, scales, scale, zeros, index))
+    return open_int(IntSource(module, scheme.format, shape, scheme, bits, group, codes, scales, scale, zeros, index))
 
 
 FORMAT = Format("gptq", SUFFIXES, _matches, _open)

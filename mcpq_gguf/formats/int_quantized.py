@@ -53,7 +53,7 @@ def _open(module: Module) -> SourceWeight:
     def scales(rows: Rows) -> np.ndarray:
         return broadcast(array(scale), shape[0])[rows]
 
-    return open_int(IntSource(module, scheme.format, shape, args.num_bits, group, codes, scales, scale, zeros,
+    return open_int(IntSource(module, scheme.format, shape, scheme, args.num_bits, group, codes, scales, scale, zeros,
                               notes=activation_notes(module)))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..checkpoint import TensorRef
 from ..errors import CheckpointError
+from ..schemes import Scheme
 from . import Carry, FormatOptions, Module, Rows, SourceWeight
 from .bits import signed_limits
 from .codes import bf16_to_f32
@@ -37,6 +38,7 @@ class IntSource:
     module: Module
     format: str
     shape: tuple[int, int]
+    scheme: Scheme
     bits: int
     group: int
     codes: Callable[[Rows], np.ndarray]
@@ -89,7 +91,7 @@ def open_int(source: IntSource) -> SourceWeight:
                         "refuse" if not facts().mixed else "unit" if facts().units else "round")
 
     return SourceWeight(module.name, source.format, source.shape, tuple(module.params.values()), read, carries,
-                        scheme=module.scheme, notes=source.notes)
+                        scheme=source.scheme, notes=source.notes)
 
 
 def floats(raw: np.ndarray, dtype: str) -> np.ndarray:

@@ -62,7 +62,7 @@ def _open(module: Module) -> SourceWeight:
         zeros = _PackedZeros(module, zero, args, shape, group, dense)
     elif zero is not None:
         zeros = stored_zeros(module, args, shape, group)
-    return open_int(IntSource(module, "pack-quantized", shape, bits, group, codes, scales, scale, zeros,
+    return open_int(IntSource(module, "pack-quantized", shape, scheme, bits, group, codes, scales, scale, zeros,
                               _g_idx(module, args, shape[1], group), activation_notes(module)))
 
 
