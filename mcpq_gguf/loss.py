@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+import libgguf
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 
@@ -44,12 +45,21 @@ class Loss:
         return f"RMS {self.rms:.2e}, max {self.maximum:.2e}, relative{share}"
 
 
+def _squares(x: np.ndarray) -> float:
+    return float(np.einsum("i,i->", x.reshape(-1), x.reshape(-1), dtype=np.float64))
+
+
 def measure(encoded: np.ndarray, kind: str, reference: np.ndarray, factor: float = 1.0) -> Loss:
-    """Compare rows of a GGML type, uint8 (rows, bytes), read back by gguf's dequantizer, with float32 `reference`."""
-    got = dequantize(encoded, GGMLQuantizationType[kind]).astype(np.float64) * factor
-    want = reference.astype(np.float64).reshape(got.shape)
-    difference = np.abs(got - want)
+    """Compare rows of a GGML type, uint8 (rows, bytes), read back as ggml reads them, with float32 `reference`."""
+    number = GGMLQuantizationType[kind]
+    if kind in ("F16", "F32", "BF16"):
+        got = dequantize(encoded, number)
+    else:
+        block, size = GGML_QUANT_SIZES[number]
+        got = libgguf.dequantize_rows(encoded, number.value, encoded.shape[-1] // size * block)
+    want = reference.reshape(got.shape)
+    difference = np.abs(got * np.float32(factor) - want)
     runs = difference.reshape(-1, 32) if difference.size % 32 == 0 else difference.reshape(1, -1)
-    return Loss(want.size, float(np.square(difference).sum()), float(np.square(want).sum()),
+    return Loss(want.size, _squares(difference), _squares(want),
                 float(difference.max(initial=0)), float(np.abs(want).max(initial=0)),
                 len(runs), int(np.count_nonzero(~runs.any(1))))

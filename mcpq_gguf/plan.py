@@ -225,7 +225,7 @@ def _carry(need: Need, weights: list[SourceWeight], kind: str, columns: int) -> 
     if kind not in FLOATS:
         if len(carries) < len(weights):
             return kind, Exactness.LOSSY, f"quantized to {kind}"
-        if any(c.factor is not None for c in carries) and not _reads_scale(need, kind):
+        if any(c.factor is not None for c in carries) and not reads_scale(need, kind):
             return "BF16", Exactness.BF16, "llama.cpp reads no .scale here"
         try:
             row_bytes(kind, columns)
@@ -245,7 +245,8 @@ def _carry(need: Need, weights: list[SourceWeight], kind: str, columns: int) -> 
     return kind, Exactness.LOSSY, f"decoded and rounded to {kind}"
 
 
-def _reads_scale(need: Need, kind: str) -> bool:
+def reads_scale(need: Need, kind: str) -> bool:
+    """Whether llama.cpp multiplies by a `.scale` beside this tensor when it is of type `kind`."""
     return need.scaled and need.role in SCALED_ROLES and (need.role != "output" or kind == "NVFP4")
 
 

@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .arch import ALWAYS_F32, ROLES, SCALED_ROLES, Need
+from .arch import ALWAYS_F32, ROLES, Need
 from .errors import PlanError
 from .formats import SourceWeight
 from .ggml.quantize import NEEDS_IMPORTANCE, TYPES, bits, fitting_type
-from .plan import FLOATS, Entry, FilePlan, Policy, native_policy
+from .plan import FLOATS, Entry, FilePlan, Policy, native_policy, reads_scale
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,21 +102,21 @@ def native_type(need: Need, weights: Sequence[SourceWeight]) -> str:
         return kind
     carries = [w.carry(kind) for w in weights]
     scaled = any(c is not None and c.factor is not None for c in carries)
-    read = need.scaled and need.role in SCALED_ROLES and (need.role != "output" or kind == "NVFP4")
     whole = fitting_type(kind, need.shape[-1])[0] == kind
-    return kind if whole and (read or not scaled) else "BF16"
+    return kind if whole and (not scaled or reads_scale(need, kind)) else "BF16"
 
 
 def llama_quantize_command(plan: FilePlan) -> str:
     """The llama-quantize command whose result comes nearest to a planned model, "" for a projector.
 
-    It quantizes decoded weights a second time; that is the difference that a comparison with it shows.
+    It quantizes decoded weights a second time; that is the difference that a comparison with it shows. NVFP4 is no
+    type that it knows: IQ4_NL, which takes as many bits, stands in for it.
     """
     kinds: dict[str, Counter[str]] = {}
     for e in plan.entries:
         if e.kind == "weight" and e.role in ROLES - ALWAYS_F32 and not e.role.startswith("vision"):
             name = re.sub(r"^blk\.\d+\.", "", e.name).removesuffix(".weight")
-            kinds.setdefault(name, Counter())[e.type] += prod(e.shape)
+            kinds.setdefault(name, Counter())[e.type.replace("NVFP4", "IQ4_NL")] += prod(e.shape)
     if not kinds:
         return ""
     main = sum(kinds.values(), Counter()).most_common(1)[0][0]
@@ -126,7 +126,7 @@ def llama_quantize_command(plan: FilePlan) -> str:
             args += [option, kinds.pop(name).most_common(1)[0][0].lower()]
     for name, types in kinds.items():
         if (kind := types.most_common(1)[0][0]) != main:
-            args += ["--tensor-type", f"{name}={kind.lower()}"]
+            args += ["--tensor-type", f"'\\.{name}\\.weight$={kind.lower()}'"]
     return " ".join([*args, "BF16.gguf", plan.name, _NAMES.get(main, main)])
 
 

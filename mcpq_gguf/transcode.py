@@ -6,6 +6,7 @@ for each type that some file wants them in.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from .arch import Part
 from .checkpoint import Checkpoint
 from .errors import PlanError
 from .formats import SourceWeight
-from .formats.codes import Codes
-from .ggml.encode import encode
+from .formats.codes import Codes, Dense
+from .ggml.encode import carries_over, encode
 from .loss import Loss, measure
 from .plan import Entry, Exactness, FilePlan
 
@@ -97,8 +98,9 @@ def transcode(step: Step, weights: Mapping[str, SourceWeight], checkpoint: Check
             continue
         rows = _shift(entry.layout.source_rows(low - first, high - first), part.start or 0)
         codes = entry.layout.apply(weight.read(rows), part.module)
+        plain = cache(codes.dequantize)  # for all types that need numbers, once
         for maker in made.values():
-            maker.add(number, weight, codes, low - step.start)
+            maker.add(number, weight, codes, plain, low - step.start)
         if isinstance(rows, slice) and weight.shape:
             for ref in weight.refs:
                 checkpoint.release(ref, rows.start, rows.stop, weight.shape[0])
@@ -113,8 +115,10 @@ class _Maker:
         self.entry, self.start, self.importance, self.loss = entry, step.start, importance, Loss()
         self.out = np.empty((step.stop - step.start, entry.nbytes // entry.rows), np.uint8)
 
-    def add(self, number: int, weight: SourceWeight, codes: Codes, at: int) -> None:
+    def add(self, number: int, weight: SourceWeight, codes: Codes, plain: Callable[[], np.ndarray], at: int) -> None:
         try:
+            if not carries_over(codes, self.entry.type):
+                codes = Dense(plain(), "F32")
             given = self.importance(self.entry, number, codes.shape[-1]) if self.importance else None
             encoded = encode(codes, self.entry.type, given)
         except PlanError as e:
@@ -122,7 +126,7 @@ class _Maker:
         self.out[at:at + len(encoded)] = encoded
         if self.entry.exactness is Exactness.LOSSY:
             factor = scale_factor(weight, self.entry.type)
-            self.loss += measure(encoded, self.entry.type, codes.dequantize(), factor)
+            self.loss += measure(encoded, self.entry.type, plain(), factor)
 
     def factor(self, number: int, weight: SourceWeight) -> None:
         scale = self.entry.kind == "scale"

@@ -136,7 +136,7 @@ def test_planned_sizes_offsets_and_hash_are_those_of_the_file(source: Path, tmp_
         assert (tensor.name, tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes) == (
             entry.name, entry.type, entry.offset, entry.nbytes)
         assert tuple(int(n) for n in reversed(tensor.shape)) == entry.shape
-    assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["SHA256SUMS", "manifest.json", "x.gguf"]
 
 
 def test_output_is_reproducible(any_source: Path, tmp_path: Path, files: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Where config.json and the tensors disagree the tensors decide, and the user is told; no module is dropped or guessed."""
+"""Where config.json and the tensors disagree the tensors decide, and the user is told; nothing is guessed."""
 
 import json
 import shutil

@@ -35,14 +35,25 @@ def encode(codes: Codes, kind: str, importance: np.ndarray | None = None) -> np.
     to nearest even, and every other type is quantized from it; `importance` (float32, columns) weights the columns
     then. Raises PlanError for a number that F16 cannot hold, or what the quantizer refuses.
     """
-    direct = _ENCODERS.get((type(codes), kind))
-    if direct is not None and (not isinstance(codes, IntCodes) or kind in codes.factors):
+    direct = _direct(codes, kind)
+    if direct is not None:
         return direct(codes)
     if kind in _FLOATS:
         if isinstance(codes, Dense) and codes.dtype == kind:
             return _as_bytes(codes.values)
         return _as_bytes(_FLOATS[kind](codes.dequantize()))
     return quantize(codes.dequantize(), kind, importance)
+
+
+def carries_over(codes: Codes, kind: str) -> bool:
+    """Whether `encode` works on the codes themselves for this type, and not on the numbers that they stand for."""
+    return _direct(codes, kind) is not None or (isinstance(codes, Dense) and codes.dtype == kind)
+
+
+def _direct(codes: Codes, kind: str) -> Encoder | None:
+    if isinstance(codes, IntCodes) and kind not in codes.factors:
+        return None
+    return _ENCODERS.get((type(codes), kind))
 
 
 def nvfp4(codes: Fp4) -> np.ndarray:
