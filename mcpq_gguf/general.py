@@ -72,6 +72,8 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
         if i and re.fullmatch(r"(\d+x)?\d+(\.\d+)?[QTBMK]", word, re.IGNORECASE):
             n = 2 if i + 1 < len(words) and re.fullmatch(r"A\d+(\.\d+)?[BM]", words[i + 1], re.IGNORECASE) else 1
             return "-".join(words[:i]), "-".join(words[i:i + n]), "-".join(words[i + n:]) or None
+    while len(words) > 1 and words[-1].upper() in _QUANT_WORDS:  # the encoding will say it
+        words.pop()
     return "-".join(words), None, None
 
 

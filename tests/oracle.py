@@ -146,6 +146,8 @@ def float32_model(path: Path) -> Any:
             elif base.endswith("experts") and leaf == "down_proj":
                 for e in range(parameter.shape[0]):
                     parameter[e].copy_(source.weight(f"{base}.{e}.down_proj"))
+            elif base == "lm_head" and config.tie_word_embeddings:
+                parameter.copy_(source.weight("model.language_model.embed_tokens"))
             elif leaf == "weight" and base in source.modules:
                 parameter.copy_(source.weight(base))
             else:

@@ -20,6 +20,7 @@ from mcpq_gguf.general import split_name
     ("Mixtral-8x7B-v0.1", ("Mixtral", "8x7B", "v0.1")),
     ("gpt oss 20b", ("gpt-oss", "20b", None)),
     ("nvfp4a16", ("nvfp4a16", None, None)),
+    ("MiniCPM-V-4.7-Demo-NVFP4", ("MiniCPM-V-4.7-Demo", None, None)),
     ("7B", ("7B", None, None)),
 ])
 def test_names_split_into_base_size_and_finetune(name: str, parts: tuple[str, str | None, str | None]) -> None:
