@@ -212,9 +212,9 @@ def test_fit_takes_the_best_tier_that_fits(tmp_path: Path) -> None:
     done = subprocess.run(command(source, tmp_path, "--fit", str(rows["q5"]["memory"]), "--ctx", "4096",
                                   "--stdout-names"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "q5 (made-nvfp4-8x2.4M-NVFP4_M.gguf): taken" in done.stderr
+    assert "q5 (made-8x2.4M-NVFP4_M.gguf): taken" in done.stderr
     assert [Path(line).name for line in done.stdout.splitlines()] == [rows["q5"]["file"],
-                                                                       "mmproj-made-nvfp4-8x2.4M-BF16.gguf"]
+                                                                       "mmproj-made-8x2.4M-BF16.gguf"]
     done = subprocess.run(command(checkpoint("made-nvfp4"), tmp_path, "--fit", "1MiB"), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 1
